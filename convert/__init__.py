@@ -1,0 +1,1 @@
+"""Export to GGUF: one file per artefact. Installed as ``localspec.convert``."""

@@ -1,0 +1,1 @@
+"""Ways of drafting, one file each, found by name."""
