@@ -1,1 +1,79 @@
-"""Ways of drafting, one file each, found by name."""
+"""Ways of drafting, one file each, found by its name: `localspec/drafters/<name>.py` with a function `load`.
+
+A drafter is a guest: it sees the sequences, proposes tokens, and is told what was kept. What it says can make decoding
+faster or slower, never different.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from localspec.accept import Draft, Sampling
+from localspec.errors import PairingError
+from localspec.target import Rows, TargetSession
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One text being written: what the engine and the drafter both look at.
+
+    `tokens` holds the prompt and all that was kept, the last of them pending: it is not in the target's cache yet.
+    `slot` is its place in the caches; `key` feeds the random numbers, so the text does not depend on the slot.
+    """
+
+    slot: int
+    key: int
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+
+
+class Drafter(Protocol):
+    """What the engine asks of a drafter."""
+
+    name: str
+
+    def begin(self, seq: Sequence) -> None:
+        """A text starts in `seq.slot`: `seq.tokens` is its prompt. May share its beginning with the slot's last text."""
+
+    def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
+        """At most ks[i] tokens to follow seqs[i].tokens, for each sequence; fewer, or none, is always fine."""
+
+    def commit(self, seq: Sequence, rows: Rows) -> None:
+        """`seq.tokens` has grown by what was accepted; `rows` are the target's rows of exactly those positions."""
+
+    def rewind(self, seq: Sequence, n_keep: int) -> None:
+        """The sequence goes back to its first n_keep tokens."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSettings:
+    """What a drafter may need to know to be made."""
+
+    draft_path: Path | None = None
+    rule: str = "match"
+    p_min: float = 0.0
+    n_gpu_layers: int = 0
+    n_threads: int = 0
+
+
+def names() -> list[str]:
+    """The drafters that exist."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def load(name: str, target: TargetSession, settings: DrafterSettings) -> Drafter:
+    """Make the drafter `name` for `target`. Raises PairingError where there is none of that name, or it does not fit."""
+    if importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise PairingError(f"there is no drafter '{name}'; there are {', '.join(names())}")
+    drafter: Drafter = importlib.import_module(f"{__name__}.{name}").load(target, settings)
+    return drafter

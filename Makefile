@@ -1,0 +1,61 @@
+# Two commands do all the set-up: `make demo` and `make test`. Everything lands in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# What the native parts are built from; a change rebuilds them.
+NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
+
+PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
+N      ?= 200
+IN     ?=
+OUT    ?=
+QUANT  ?= Q4_0
+ARGS   ?=
+
+.PHONY: help setup demo test lint bench convert clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@echo "localspec: speculative decoding for GGUF models on your own machine"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "localspec needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python $(NATIVE)
+	@echo "installing into $(VENV); the first time llama.cpp is compiled, which takes some minutes"
+	$(PIP) install -q -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install -q -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(PIP) install -q -e '.[lint]'
+	@touch $@
+
+setup: $(VENV)/.installed ## install localspec into .venv
+
+demo: setup ## write a text with the default model and show what drafting gave
+	$(BIN)/localspec run --temp 0 -n $(N) -p "$(PROMPT)" $(ARGS)
+
+test: $(VENV)/.installed-test ## install what the tests need and run them all
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-lint ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup ## plain against speculative decoding, default model (ARGS="--target T --draft D")
+	$(BIN)/localspec bench $(ARGS)
+
+convert: setup ## export to quantised GGUF: make convert IN=model.gguf OUT=small.gguf QUANT=Q4_0
+	@test -n "$(IN)" -a -n "$(OUT)" || { echo "usage: make convert IN=model.gguf OUT=small.gguf QUANT=$(QUANT)" >&2; exit 2; }
+	$(BIN)/localspec convert "$(IN)" -o "$(OUT)" --quant $(QUANT) $(ARGS)
+
+clean: ## remove what was built here (caches of models stay)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

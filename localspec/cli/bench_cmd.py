@@ -1,0 +1,146 @@
+"""`localspec bench`: plain against speculative, honestly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from localspec.bench import Group, Result, run_bench
+from localspec.cli.loading import Loaded, open_engine
+from localspec.cli.options import (
+    ModelChoice,
+    draft_options,
+    model_options,
+    sampling_options,
+    take_models,
+    take_sampling,
+)
+from localspec.cli.progress import bar
+from localspec.engine import Engine
+from localspec.errors import UsageError
+from localspec.peer import Peers
+from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
+
+
+@click.command("bench")
+@model_options
+@draft_options
+@sampling_options
+@click.option("--prompts", "prompts_file", metavar="FILE", help="Prompts as JSONL. [default: six of our own]")
+@click.option("--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts, from all sources. [0: all]")
+@click.option("-n", "--n-predict", "n_predict", type=click.IntRange(1), default=128, show_default=True, metavar="N",
+              help="Tokens per prompt.")
+@click.option("--peer-llama-server", "peer", metavar="PATH",
+              help="Start this llama-server with the same files and flags and measure it beside ours.")
+def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | None, **options: Any) -> None:  # fmt: skip
+    """Measure plain against speculative decoding on the same prompts.
+
+    Greedy unless --temp is given. A table by source, then one line of JSON.
+    """
+    if click.get_current_context().get_parameter_source("temperature") == click.core.ParameterSource.DEFAULT:
+        options["temperature"] = 0.0
+    sampling = take_sampling(options)
+    choice = take_models(options)
+    prompts = spread(read_prompts(Path(prompts_file)) if prompts_file else list(BUILT_IN), limit)
+    if peer and not Path(peer).is_file():
+        raise UsageError(f"--peer-llama-server {peer}: no such file")
+    loaded = open_engine(choice)
+    try:
+        if loaded.drafter is None:
+            raise UsageError("nothing to compare: there is no drafter (--spec-type none, or a model that can't roll back)")
+        plain = Engine(loaded.session, rule=choice.rule)
+        settings = _settings(loaded, choice, asdict(sampling), prompts, prompts_file, n_predict)
+        with contextlib.ExitStack() as stack:
+            peers = stack.enter_context(Peers(Path(peer), settings, sampling)) if peer else None
+            advance = stack.enter_context(bar("prompts", len(prompts)))
+            result = run_bench(
+                plain,
+                loaded.engine,
+                prompts,
+                sampling,
+                n_predict,
+                progress=lambda r: advance(f"{r.total.speedup:.2f}x"),
+                beside=peers.measure if peers else lambda tokens, text: None,
+            )
+    finally:
+        loaded.close()
+    _table(result, loaded.drafter.name, peers)
+    line = {**result.as_json(), "kernels": settings["kernels"], "settings": settings}
+    if peers is not None:
+        line["peer"] = peers.as_json()
+    click.echo(json.dumps(line))
+
+
+def _settings(
+    loaded: Loaded, choice: ModelChoice, sampling: dict[str, Any], prompts: list[Prompt], file: str | None, n_predict: int
+) -> dict[str, Any]:
+    """Every setting in effect, defaults resolved."""
+    return {
+        "target": str(loaded.model.path),
+        "draft": str(loaded.draft_path) if loaded.draft_path else None,
+        "spec_type": loaded.drafter.name if loaded.drafter else "none",
+        "n_max": choice.n_max,
+        "p_min": choice.p_min,
+        "adapt": choice.adapt,
+        "accept": choice.rule,
+        "n_predict": n_predict,
+        "n_ctx": loaded.session.n_ctx,
+        "n_batch": loaded.session.n_batch,
+        "threads": loaded.session.n_threads,
+        "n_gpu_layers": choice.n_gpu_layers,
+        "n_gpu_layers_draft": choice.n_gpu_layers_draft,
+        "flash_attention": choice.session.flash_attention,
+        "type_k": choice.session.type_k,
+        "type_v": choice.session.type_v,
+        "kernels": loaded.kernels,
+        "prompts": file or "built-in",
+        "n_prompts": len(prompts),
+        **sampling,
+    }
+
+
+def _table(result: Result, drafter: str, peers: Peers | None) -> None:
+    table = Table(title=f"plain against {drafter}")
+    table.add_column("source", no_wrap=True)
+    for heading in ("n", "plain tok/s", "spec tok/s", "speed-up", "accepted", "per verify"):
+        table.add_column(heading, justify="right")
+    table.add_column("identical")
+    for name, group in result.by_source.items():
+        _row(table, name, group)
+    table.add_section()
+    _row(table, "all", result.total)
+    console = Console()
+    console.print(table)
+    for d in result.total.differences:
+        console.print(
+            f"prompt {d.prompt}: texts part at token {d.token}; the target's logits of the two differ by {d.margin:.4f}"
+        )
+    if peers is not None:
+        theirs = peers.as_json()
+        console.print(
+            f"llama-server beside it: plain {theirs['plain']['tok_per_s']:.1f} tok/s, "
+            f"drafting {theirs['spec']['tok_per_s']:.1f} tok/s"
+        )
+
+
+def _row(table: Table, name: str, group: Group) -> None:
+    stats = group.spec.stats
+    accepted = "-" if stats.acceptance is None else f"{stats.acceptance:.2f}"
+    n_different = len(group.differences)
+    table.add_row(
+        name,
+        str(group.n),
+        f"{group.plain.tok_per_s():.1f}",
+        f"{group.spec.tok_per_s():.1f}",
+        f"{group.speedup:.2f}x",
+        accepted,
+        f"{stats.tokens_per_verify:.2f}",
+        "yes" if n_different == 0 else f"no ({n_different})",
+    )

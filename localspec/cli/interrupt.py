@@ -1,0 +1,30 @@
+"""Ctrl-C: the first one asks for an end between two steps, the second one ends at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+
+class Interrupt:
+    """While entered, SIGINT sets a flag; calling the object tells whether it is set. A second SIGINT is raised."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._set:
+            raise KeyboardInterrupt
+        self._set = True
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,115 @@
+"""From command-line choices to a loaded engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from localspec import native
+from localspec.cli.options import ModelChoice
+from localspec.control import Controller, FixedBlock, Gate
+from localspec.drafters import Drafter, DrafterSettings, load
+from localspec.engine import Engine
+from localspec.errors import UsageError
+from localspec.gguf_file import GGUFFile
+from localspec.model import Model
+from localspec.pairing import drafter_for
+from localspec.target import SessionSettings, TargetSession
+
+
+def say(text: str) -> None:
+    """A remark for the person, on standard error: never mixed into the text or JSON."""
+    click.echo(f"localspec: {text}", err=True)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A target ready to decode, with its drafter. Close it when done."""
+
+    model: Model
+    session: TargetSession
+    drafter: Drafter | None
+    draft_path: Path | None
+    engine: Engine
+
+    @property
+    def kernels(self) -> str:
+        """Which CPU kernels serve the target."""
+        return native.kernels_in_use()
+
+    def close(self) -> None:
+        """Free everything, the drafter first."""
+        if self.drafter is not None:
+            self.drafter.close()
+        self.session.close()
+        self.model.close()
+
+
+def target_path(choice: ModelChoice) -> Path:
+    """The target's file: named, from the hub, or the default model (which is fetched, and said)."""
+    if choice.hf:
+        from localspec.hub import resolve
+
+        return resolve(choice.hf, "target")
+    if choice.target:
+        return Path(choice.target)
+    from localspec.default_model import default_model
+
+    path = default_model(progress=say if sys.stderr.isatty() else None)
+    say(f"no --target given, using the default model {path.name}")
+    return path
+
+
+def draft_path(choice: ModelChoice) -> Path | None:
+    """The draft's file, if one is named."""
+    if choice.hfd:
+        from localspec.hub import resolve
+
+        return resolve(choice.hfd, "draft")
+    return Path(choice.draft) if choice.draft else None
+
+
+def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, TargetSession]:
+    """Load the target and make its context."""
+    model = Model(target_path(choice), "target", choice.n_gpu_layers)
+    s = choice.session
+    settings = SessionSettings(s.n_ctx, n_sequences, s.n_batch, s.n_threads, s.type_k, s.type_v, s.flash_attention)
+    return model, TargetSession(model, settings)
+
+
+def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
+    """What --spec-type comes to. Raises PairingError for a draft of a kind that has no drafter yet."""
+    if choice.spec_type == "auto":
+        return drafter_for(GGUFFile.open(draft, "draft")) if draft else "ngram"
+    if choice.spec_type in ("none", "ngram") and draft:
+        raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
+    return choice.spec_type
+
+
+def open_engine(choice: ModelChoice) -> Loaded:
+    """Load the pair. Where the target can't be drafted for, says so and goes on plainly."""
+    draft = draft_path(choice)
+    name = drafter_name(choice, draft)
+    model, session = open_target(choice)
+    drafter: Drafter | None = None
+    if name != "none" and choice.n_max > 0:
+        if session.can_roll_back:
+            settings = DrafterSettings(
+                draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads
+            )
+            drafter = load(name, session, settings)
+        else:
+            say(
+                f"no speculation: {model.gguf.architecture} keeps a recurrent state that can't be rolled back; "
+                "decoding plainly"
+            )
+            draft = None
+    return Loaded(model, session, drafter, draft, Engine(session, drafter, make_controller(choice), choice.rule))
+
+
+def make_controller(choice: ModelChoice) -> Controller:
+    """How many tokens to draft: while it pays, or always."""
+    return Gate(choice.n_max) if choice.adapt else FixedBlock(choice.n_max)

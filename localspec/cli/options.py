@@ -1,0 +1,121 @@
+"""Options that several commands share, named as llama.cpp's users know them, and the settings made of them."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from localspec.accept import Sampling
+from localspec.control import DEFAULT_N_MAX
+from localspec.errors import UsageError
+from localspec.target import SessionSettings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        return functools.reduce(lambda f, d: d(f), reversed(decorators), function)
+
+    return apply
+
+
+def _layers(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    if value in ("all", "auto"):
+        return -1
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is neither a number, 'all' nor 'auto'") from None
+
+
+model_options = _stack(
+    click.option("-m", "--target", "--model", "target", metavar="FILE", help="The model whose text counts (GGUF)."),
+    click.option("-hf", "hf", metavar="USER/REPO[:QUANT]", help="The target, from the Hugging Face Hub."),
+    click.option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context in tokens. [0: automatic]"),
+    click.option("-t", "--threads", "n_threads", type=int, default=0, metavar="N", help="CPU threads. [0: automatic]"),
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", default="0", callback=_layers, help="Layers on the GPU."),
+    click.option("-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto", help="Flash attention."),
+    click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE", help="Type of cached keys."),
+    click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE", help="Type of cached values."),
+)
+
+draft_options = _stack(
+    click.option("-md", "--draft", "--model-draft", "draft", metavar="FILE", help="The draft model (GGUF)."),
+    click.option("-hfd", "hfd", metavar="USER/REPO[:QUANT]", help="The draft, from the Hugging Face Hub."),
+    click.option("-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers,
+                 help="Layers of the draft on the GPU."),
+    click.option("--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|...",
+                 help="How to draft. auto: by the draft's architecture, ngram without one."),
+    click.option("--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), default=DEFAULT_N_MAX, show_default=True,
+                 metavar="N", help="Tokens drafted at most per verification."),
+    click.option("--spec-draft-p-min", "p_min", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="P",
+                 help="Stop drafting where the draft is less sure than this."),
+    click.option("--spec-adapt/--no-spec-adapt", "adapt", default=True, show_default=True,
+                 help="Stop drafting while it does not pay on this machine."),
+    click.option("--accept", "rule", type=click.Choice(["match", "reject"]), default="match", show_default=True,
+                 help="match: the plain text of the same seed. reject: rejection sampling, same distribution."),
+)  # fmt: skip
+
+sampling_options = _stack(
+    click.option("--temp", "temperature", type=float, default=0.8, show_default=True, help="Temperature; 0 is greedy."),
+    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k likeliest tokens; 0: all."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, help="Keep this much probability; 1: all."),
+    click.option("--min-p", type=float, default=0.05, show_default=True, help="Drop tokens below this share of the best."),
+    click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: off."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: off."),
+    click.option("--repeat-last-n", "penalty_last_n", type=int, default=64, show_default=True,
+                 help="Tokens that the penalties look at; 0: none, -1: all."),
+    click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed; -1 takes a random one."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """Which files, and how they are to work together, as given on the command line."""
+
+    target: str | None
+    hf: str | None
+    session: SessionSettings
+    n_gpu_layers: int
+    draft: str | None = None
+    hfd: str | None = None
+    n_gpu_layers_draft: int = 0
+    spec_type: str = "auto"
+    n_max: int = DEFAULT_N_MAX
+    p_min: float = 0.0
+    adapt: bool = True
+    rule: str = "match"
+
+
+def take_models(options: dict[str, Any]) -> ModelChoice:
+    """Pop what model_options and draft_options gave out of `options`."""
+    session = SessionSettings(
+        **{name: options.pop(name) for name in ("n_ctx", "n_threads", "type_k", "type_v", "flash_attention")}
+    )
+    names = [name for name in ModelChoice.__dataclass_fields__ if name != "session" and name in options]
+    choice = ModelChoice(session=session, **{name: options.pop(name) for name in names})
+    if choice.target and choice.hf:
+        raise UsageError("give the target once: --target or -hf")
+    if choice.draft and choice.hfd:
+        raise UsageError("give the draft once: --draft or -hfd")
+    if choice.draft and choice.draft.isdigit() and not Path(choice.draft).exists():
+        raise UsageError(
+            f"--draft names the draft model here; for {choice.draft} drafted tokens use --spec-draft-n-max {choice.draft}"
+        )
+    return choice
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """Pop what sampling_options gave out of `options`; -1 becomes a random seed."""
+    fields = {name: options.pop(name) for name in Sampling.__dataclass_fields__}
+    if fields["seed"] == -1:
+        fields["seed"] = secrets.randbits(32)
+    return Sampling(**fields)

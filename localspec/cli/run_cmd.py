@@ -1,0 +1,141 @@
+"""`localspec run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from localspec.cli.interrupt import Interrupt
+from localspec.cli.loading import Loaded, open_engine, say
+from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
+from localspec.engine import Piece, Request, Stats
+from localspec.errors import UsageError
+from localspec.report import stats_json, stats_lines
+from localspec.template import ChatTemplate
+
+
+@click.command("run")
+@model_options
+@draft_options
+@sampling_options
+@click.option("-p", "--prompt", help="The prompt. Without -p and -f it is read from standard input.")
+@click.option("-f", "--file", "prompt_file", metavar="FILE", help="Read the prompt from a file.")
+@click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
+@click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
+@click.option("-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
+              help="Tokens to write at most; -1: until the model ends.")
+@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@click.option("--show-draft", is_flag=True, help="Tint accepted draft tokens on a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+def run_cmd(
+    prompt: str | None, prompt_file: str | None, system: str | None, raw: bool, n_predict: int, stops: tuple[str, ...],
+    show_draft: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Write an answer to one prompt, drafting where that is faster.
+
+    The prompt goes through the model's own chat template. Without --target the project's default model is used.
+    """
+    if n_predict < -1:
+        raise UsageError(f"--n-predict must be -1 (until the model ends) or more, not {n_predict}")
+    sampling = take_sampling(options)
+    choice = take_models(options)
+    text = _prompt(prompt, prompt_file)
+    loaded = open_engine(choice)
+    try:
+        tokens = _encode(loaded, text, system, raw)
+        request = Request(tokens, sampling, None if n_predict == -1 else n_predict, stops)
+        stop = _generate(loaded, request, sys.stdout.isatty() and show_draft, as_json)
+    finally:
+        loaded.close()
+    if stop == "interrupted":
+        raise click.exceptions.Exit(130)
+
+
+def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("give the prompt once: -p or -f")
+    if prompt is not None:
+        text, source = prompt, "-p"
+    elif prompt_file is not None and prompt_file != "-":
+        try:
+            text, source = Path(prompt_file).read_text(encoding="utf-8"), prompt_file
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{prompt_file}: not UTF-8 text (byte {error.start})") from error
+        except OSError as error:
+            raise UsageError(f"{prompt_file}: {error.strerror or error}") from error
+    else:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("no prompt: give -p TEXT, -f FILE or pipe it into standard input")
+        try:
+            text, source = sys.stdin.buffer.read().decode("utf-8"), "standard input"
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input: not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise UsageError(f"the prompt is empty ({source})")
+    return text
+
+
+def _encode(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:
+    if raw:
+        if system:
+            raise UsageError("--raw takes the prompt as it is: leave -sys out")
+        return loaded.model.tokenizer.encode(text)
+    template = ChatTemplate.of(loaded.model)
+    if template is None:
+        say(f"{loaded.model.path.name} has no chat template: the prompt is taken as it is")
+        return loaded.model.tokenizer.encode(f"{system}\n\n{text}" if system else text)
+    messages = [{"role": "system", "content": system}] if system else []
+    return template.encode([*messages, {"role": "user", "content": text}])
+
+
+def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> str:
+    """Write the text as it comes, then the statistics; returns why it stopped."""
+    tint = tint and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    texts: list[str] = []
+    ids: list[int] = []
+    stop = "interrupted"
+    with Interrupt() as interrupted:
+        for step in loaded.engine.generate(request, interrupted):
+            for piece in step.pieces:
+                texts.append(piece.text)
+                if piece.token >= 0:
+                    ids.append(piece.token)
+            if not as_json:
+                _write(step.pieces, tint)
+            stop = step.stop or stop
+    stats = loaded.engine.finish(0)
+    if as_json:
+        click.echo(json.dumps(_result(loaded, stats, "".join(texts), ids, stop), ensure_ascii=False))
+        return stop
+    click.echo()
+    drafter = loaded.drafter.name if loaded.drafter else "none"
+    say(f"{loaded.model.description}, drafter {drafter}, kernels {loaded.kernels}, {loaded.session.n_threads} threads")
+    for line in stats_lines(stats, stop, loaded.drafter is not None):
+        click.echo(line, err=True)
+    return stop
+
+
+def _write(pieces: list[Piece], tint: bool) -> None:
+    for piece in pieces:
+        if piece.text:
+            shown = click.style(piece.text, fg="green") if tint and piece.from_draft else piece.text
+            click.echo(shown, nl=False, color=True if tint else None)
+    sys.stdout.flush()
+
+
+def _result(loaded: Loaded, stats: Stats, text: str, ids: list[int], stop: str) -> dict[str, Any]:
+    return {
+        "text": text,
+        "ids": ids,
+        **stats_json(stats),
+        "stop": stop,
+        "target": str(loaded.model.path),
+        "draft": str(loaded.draft_path) if loaded.draft_path else None,
+        "drafter": loaded.drafter.name if loaded.drafter else "none",
+        "kernels": loaded.kernels,
+    }

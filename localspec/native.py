@@ -1,0 +1,117 @@
+"""The only place that touches shared libraries and llama.cpp's unstable symbols.
+
+llama-cpp-python is imported here, on first use, and nowhere else at module level: `localspec --help` stays quick. Three
+things are arranged before the first model loads: llama.cpp's log goes into a small buffer (its last lines explain a load
+that failed), its abort becomes one line and exit code 2, and its commit is compared with the one we were written for.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import sys
+from typing import Any
+
+from localspec.errors import NativeError
+
+#: llama.cpp's commit inside llama-cpp-python 0.3.36; unstable symbols and struct layouts are those of this commit.
+LLAMA_COMMIT = "0c1e570"
+
+_LOG_KEEP = 400
+_log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=_LOG_KEEP)
+_LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
+_keep_alive: list[Any] = []  # ctypes callbacks: the library calls them for as long as the process lives
+_lib: Any = None
+
+
+def lib() -> Any:
+    """The module ``llama_cpp.llama_cpp``, ready for use. Raises NativeError when it is missing or of another version."""
+    global _lib
+    if _lib is None:
+        _lib = _load()
+    return _lib
+
+
+def _load() -> Any:
+    try:
+        import llama_cpp.llama_cpp as binding
+    except ImportError as error:
+        raise NativeError(f"llama-cpp-python can't be imported ({error}): pip install llama-cpp-python==0.3.36") from error
+    except (OSError, RuntimeError) as error:
+        raise NativeError(f"llama.cpp's library can't be loaded: {error}") from error
+    shared = binding._lib
+    shared.ggml_commit.restype = ctypes.c_char_p
+    commit = (shared.ggml_commit() or b"?").decode()
+    if not commit.startswith(LLAMA_COMMIT):
+        raise NativeError(
+            f"llama.cpp is commit {commit}, localspec needs {LLAMA_COMMIT}: pip install llama-cpp-python==0.3.36"
+        )
+
+    @binding.llama_log_callback
+    def on_log(level: int, text: bytes, _user: Any) -> None:
+        _log_lines.append((level, text.decode("utf-8", "replace")))
+        if os.environ.get("LOCALSPEC_LLAMA_LOG"):
+            sys.stderr.write(_log_lines[-1][1])
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    def on_abort(message: bytes) -> None:
+        # ggml calls abort() when this returns. Nothing can be unwound through C, but a person gets a line, not a core.
+        text = " ".join(message.decode("utf-8", "replace").split())
+        sys.stdout.flush()
+        os.write(2, f"localspec: error: llama.cpp gave up: {text}\n".encode())
+        os._exit(2)
+
+    binding.llama_log_set(on_log, ctypes.c_void_p(0))
+    shared.ggml_set_abort_callback.argtypes = [ctypes.c_void_p]
+    shared.ggml_set_abort_callback.restype = ctypes.c_void_p
+    shared.ggml_set_abort_callback(ctypes.cast(on_abort, ctypes.c_void_p))
+    _keep_alive.extend([on_log, on_abort])
+    binding.llama_backend_init()
+    return binding
+
+
+def clear_log() -> None:
+    """Forget what llama.cpp has logged so far."""
+    _log_lines.clear()
+
+
+def last_log_error() -> str:
+    """The errors that llama.cpp logged since `clear_log`, joined into one line; empty when there were none."""
+    lines: list[str] = []
+    wanted = False
+    for level, text in _log_lines:
+        if level != _LOG_CONT:
+            wanted = level >= _LOG_ERROR
+            if wanted:
+                lines.append("")
+        if wanted:
+            lines[-1] += text
+    cleaned = [" ".join(line.split()) for line in lines]
+    return "; ".join(dict.fromkeys(line for line in cleaned if line))
+
+
+def kernels_in_use() -> str:
+    """Which multiplication kernels serve the CPU: ``stock`` are llama.cpp's own."""
+    return "stock"
+
+
+def default_threads() -> int:
+    """Threads for one model: the CPUs this process may use, at most one per physical core where that is known."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # macOS, Windows
+        return max(1, os.cpu_count() or 1)
+    cores = set()
+    for cpu in allowed:
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+                cores.add(file.read().strip())
+        except OSError:
+            return max(1, len(allowed))
+    return max(1, len(cores))
+
+
+def has_gpu() -> bool:
+    """Whether this build of llama.cpp can offload layers."""
+    return bool(lib().llama_supports_gpu_offload())
