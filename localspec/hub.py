@@ -1,0 +1,260 @@
+"""Model files from the Hugging Face hub: ``USER/REPO[:QUANT]`` to a path in the hub's own cache.
+
+Everything goes through huggingface-hub, so its cache, token, endpoint and offline mode (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE) hold here too. The library is imported only when it is needed: that takes a good part of a second.
+Which file is meant follows llama.cpp's ``-hf``, with one difference: a quantisation matches whole words only, so
+``F16`` is never answered with a BF16 file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from localspec.errors import FetchError
+
+_PREFERRED = ("Q4_K_M", "Q8_0")
+_NEVER = ("mmproj", "imatrix")
+# Small drafts that are published beside the model they draft for.
+_SIDECARS = ("mtp-", "eagle3-", "dflash-", "dspark-")
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_LISTED = 12
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What ``-hf`` or ``-hfd`` names: a repository, and a quantisation (``quant``) or one ``file`` in it, or neither."""
+
+    repo: str
+    quant: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> Spec:
+        """Reads ``USER/REPO``, ``USER/REPO:QUANT``, ``USER/REPO:FILE.gguf`` or ``USER/REPO/FILE.gguf``."""
+        repo, colon, choice = text.strip().partition(":")
+        if not colon and repo.lower().endswith(".gguf") and repo.count("/") >= 2:
+            user, name, choice = repo.split("/", 2)
+            repo = f"{user}/{name}"
+        if not _REPO.fullmatch(repo) or (colon and not choice):
+            raise FetchError(f"{flag} {text!r}: expected USER/REPO, USER/REPO:QUANT or USER/REPO:FILE.gguf")
+        if choice.lower().endswith(".gguf"):
+            return cls(repo, file=choice)
+        return cls(repo, quant=choice or None)
+
+
+def resolve(spec: str, role: str) -> Path:
+    """The local path of the file that ``spec`` names, downloaded into the hub's cache if it is not there.
+
+    ``role`` is ``target`` (``-hf``) or ``draft`` (``-hfd``, where the small drafts that lie beside a model count too).
+    Offline, or when the hub is out of reach, the cache alone decides.
+
+    Raises:
+        FetchError: one line that says what to do. It never holds the token.
+    """
+    wanted = Spec.parse(spec, "-hfd" if role == "draft" else "-hf")
+    hub = _Hub(wanted.repo)
+    if hub.offline:
+        return _from_cache(hub, wanted, role, "HF_HUB_OFFLINE is set")
+    what = wanted.repo
+    try:
+        names = hub.names()
+        name = choose(names, wanted, role)
+        what = f"{wanted.repo}/{name}"
+        return hub.download(name)
+    except hub.failures as error:
+        problem = hub.diagnose(error, what)
+        if problem.lasting:
+            raise FetchError(problem.text) from error
+        return _from_cache(hub, wanted, role, problem.text)
+
+
+def choose(names: Iterable[str], spec: Spec, role: str) -> str:
+    """The one of a repository's file names that ``spec`` means. Raises FetchError that lists what there is."""
+    every = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if spec.file is not None:
+        if spec.file not in every:
+            raise FetchError(f"{spec.repo} has no file {spec.file}; {_listing(every)}")
+        return _whole([spec.file], spec)
+    models = [name for name in every if not _has(name, _NEVER + _SIDECARS)]
+    found = _matches(models, spec.quant)
+    if not found and role == "draft":
+        found = _matches([name for name in every if not _has(name, _NEVER)], spec.quant)
+    if not found:
+        what = f"no GGUF model of quantisation {spec.quant}" if spec.quant else "no GGUF model"
+        raise FetchError(f"{spec.repo} has {what}; {_listing(every)}")
+    return _whole(found, spec)
+
+
+def _has(name: str, marks: Sequence[str]) -> bool:
+    return any(mark in PurePosixPath(name).name.lower() for mark in marks)
+
+
+def _matches(names: Sequence[str], quant: str | None) -> Sequence[str]:
+    """The names of one quantisation: the one asked for, else the first preferred one that exists, else all names."""
+    for tag in (quant,) if quant else _PREFERRED:
+        pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(tag)}[.-]", re.IGNORECASE)
+        if found := [name for name in names if pattern.search(name)]:
+            return found
+    return () if quant else names
+
+
+def _whole(names: Sequence[str], spec: Spec) -> str:
+    """The first name that is not one of several splits."""
+    for name in names:
+        if not _SPLIT.search(name):
+            return name
+    count = int(_SPLIT.search(names[0]).group(1))  # type: ignore[union-attr]  # every name has matched above
+    raise FetchError(
+        f"{spec.repo}: {names[0]} is one of {count} splits, which can't be loaded; download all of them, merge them "
+        "(llama-gguf-split --merge FIRST.gguf OUT.gguf) and name the result with --target or --draft"
+    )
+
+
+def _listing(names: Sequence[str]) -> str:
+    if not names:
+        return "it holds no GGUF file at all; look for a repository whose name ends in -GGUF"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"it has {', '.join(names[:_LISTED])}{more}"
+
+
+def _from_cache(hub: _Hub, spec: Spec, role: str, why: str) -> Path:
+    cached = hub.cached()
+    if not cached:
+        raise FetchError(
+            f"{spec.repo} is not in the cache ({hub.cache}), and {why}; connect and try again, or name a file with "
+            + ("--draft FILE" if role == "draft" else "--target FILE")
+        )
+    try:
+        return cached[choose(cached, spec, role)]
+    except FetchError as error:
+        raise FetchError(f"{error} (only the cache was searched, because {why})") from error
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why the hub did not give a file. A ``lasting`` one is a whole message; any other follows "because", and means
+    that a copy in the cache will do."""
+
+    text: str
+    lasting: bool
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it wraps."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+class _Hub:
+    """One repository on the hub, through huggingface-hub of any version we allow (0.x uses requests, 1.x httpx)."""
+
+    def __init__(self, repo: str) -> None:
+        self._repo = repo
+        self._lib: Any = importlib.import_module("huggingface_hub")
+        self._constants: Any = importlib.import_module("huggingface_hub.constants")
+        utils: Any = importlib.import_module("huggingface_hub.utils")
+        utils.logging.set_verbosity_error()  # its hints are not about what the person asked for
+        if not sys.stderr.isatty() and self._constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+            utils.disable_progress_bars()
+        # Besides what fails on the way: ValueError, KeyError and TypeError come from an answer that is not the hub's,
+        # RuntimeError from the hf-xet extension, which raises nothing more specific.
+        kinds: list[type[Exception]] = [OSError, ValueError, KeyError, TypeError, RuntimeError]
+        for module, name in (("httpx", "HTTPError"), ("httpx", "InvalidURL"), ("requests", "RequestException")):
+            with contextlib.suppress(ImportError):
+                kinds.append(getattr(importlib.import_module(module), name))
+        #: What huggingface-hub raises when it can't deliver.
+        self.failures: tuple[type[Exception], ...] = tuple(kinds)
+
+    @property
+    def offline(self) -> bool:
+        return bool(self._constants.HF_HUB_OFFLINE)
+
+    @property
+    def cache(self) -> Path:
+        return Path(self._constants.HF_HUB_CACHE)
+
+    @property
+    def endpoint(self) -> str:
+        """The hub's address, without a password that somebody may have put in it."""
+        return re.sub(r"//[^/@]*@", "//", str(self._constants.ENDPOINT))
+
+    def names(self) -> list[str]:
+        """The names of all files on the main branch."""
+        info = self._lib.HfApi().model_info(self._repo, timeout=float(self._constants.HF_HUB_ETAG_TIMEOUT))
+        return [sibling.rfilename for sibling in info.siblings or ()]
+
+    def download(self, name: str) -> Path:
+        download: Callable[..., str] = self._lib.hf_hub_download
+        return Path(download(self._repo, name))
+
+    def cached(self) -> dict[str, Path]:
+        """Complete GGUF files in the cache, by name: those of the main branch first, then of other snapshots."""
+        folder = self.cache / f"models--{self._repo.replace('/', '--')}"
+        try:
+            main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            main = ""
+        snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: (path.name != main, path.name))
+        found: dict[str, Path] = {}
+        for snapshot in snapshots:
+            for path in sorted(snapshot.rglob("*.gguf")):
+                if path.is_file():
+                    found.setdefault(path.relative_to(snapshot).as_posix(), path)
+        return found
+
+    def diagnose(self, error: Exception, what: str) -> _Problem:
+        """What an error of huggingface-hub means to the person who asked for ``what``. Nothing of its text is passed on:
+        it may hold signed addresses."""
+        for cause in _causes(error):
+            status = getattr(getattr(cause, "response", None), "status_code", None)
+            if isinstance(status, int):
+                if status >= 500:
+                    return _Problem(f"{self.endpoint} answers HTTP {status}", lasting=False)
+                return _Problem(self._refusal(type(cause).__name__, status), lasting=True)
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                where = f"the disk that holds {self.cache} is full"
+                return _Problem(f"{what}: {where}; free some space or set HF_HOME to another folder", lasting=True)
+            if isinstance(cause, OSError) and cause.filename is not None:
+                where = f"{cause.filename}: {cause.strerror}"
+                return _Problem(f"{what}: {where}; set HF_HOME to a folder that can be written to", lasting=True)
+            if "CERTIFICATE_VERIFY_FAILED" in str(cause):
+                return _Problem(f"the certificate of {self.endpoint} is not trusted (set SSL_CERT_FILE)", lasting=False)
+        if type(error).__name__ == "HFValidationError":
+            return _Problem(f"{self._repo} can't be the name of a repository: check it", lasting=True)
+        foreign = (ValueError, KeyError, TypeError)
+        if isinstance(error, foreign) or any(type(cause).__name__ == "FileMetadataError" for cause in _causes(error)):
+            advice = "check HF_ENDPOINT and whether your network wants you to log in"
+            return _Problem(f"{what}: {self.endpoint} does not answer as a hub does; {advice}", lasting=True)
+        if what == self._repo:
+            return _Problem(f"{self.endpoint} can't be reached", lasting=False)
+        return _Problem(f"the download of {what} broke off", lasting=False)
+
+    def _refusal(self, kind: str, status: int) -> str:
+        """What to do about an answer of the 400s; ``kind`` is the name of huggingface-hub's exception."""
+        has_token = bool(self._lib.get_token())
+        log_in = "log in with `hf auth login` or set HF_TOKEN"
+        if kind == "GatedRepoError":
+            then = "use a token that may read gated repositories" if has_token else log_in
+            return f"{self._repo} is gated: accept its terms at {self.endpoint}/{self._repo}, then {then}"
+        if kind == "RepositoryNotFoundError":
+            then = "use a token that may read it" if has_token else log_in
+            return f"{self._repo} does not exist at {self.endpoint}, or is private: check the name; if private, {then}"
+        if status == 401:
+            return f"{self._repo}: the hub refuses the token: " + (f"renew it ({log_in})" if has_token else log_in)
+        if status == 403:
+            return f"{self._repo}: the hub forbids access: check what your token may read, or {log_in}"
+        if status == 429:
+            then = "wait a few minutes" if has_token else f"wait a few minutes, or {log_in}"
+            return f"{self._repo}: too many requests to the hub: {then}"
+        return f"{self._repo}: {self.endpoint} answers HTTP {status}: check the name and try again"
