@@ -7,6 +7,7 @@ here are for the rest: its assertions over hyperparameters, vocabulary and tenso
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -17,6 +18,12 @@ from localspec.gguf_format import TensorInfo, Value, clip
 
 # Types that ggml has no multiplication for on the CPU: plain integers, F64, and its own for activations.
 _NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
+_ID_TABLE = re.compile(r"^d2t$|tid2eid|ordering")  # these hold ids, not weights
+_ELEMENTWISE = re.compile(r"norm|\.bias$|ssm_[ad]$")  # ggml adds and scales by F32 only
+_TENSOR_ALIGNMENT = 32  # of a buffer that llama.cpp maps
+
+# Positions come in another way: a rope of 0 elements is right there.
+_NO_ROPE = frozenset({"gpt2", "mpt", "bloom", "starcoder", "refact", "jais"}) | llama_arch.HYBRID
 
 
 class _Tokenizer(Protocol):
@@ -65,6 +72,8 @@ def _hyperparameters(arch: str, metadata: Mapping[str, Value]) -> str | None:
         _experts(arch, number)
         _attention(arch, metadata, number, n_embd)
         _state_space(arch, number, n_embd)
+        _window(arch, metadata, number, n_layer)
+        _norms(arch, metadata)
         scaling = metadata.get(f"{arch}.rope.scaling.type", "linear")
         if not isinstance(scaling, str) or scaling not in llama_arch.ROPE_SCALING:
             raise _Bad(f"has the rope scaling {clip(str(scaling))}, which this llama.cpp does not know")
@@ -109,12 +118,10 @@ def _attention(arch: str, metadata: Mapping[str, Value], number: _Number, n_embd
     rope = number("rope.dimension_count", size - size % 2)
     if not size or not number("attention.value_length", n_embd // heads):
         raise _Bad(f"is damaged: {heads} attention heads don't fit a hidden size of {n_embd}")
-    if rope > size or rope % 2:
+    if rope > size or rope % 2 or (not rope and size > 1 and arch not in _NO_ROPE):
         raise _Bad(f"is damaged: it turns {rope} of {size} elements of a head (rope.dimension_count)")
-    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
-        eps = metadata.get(f"{arch}.{key}")
-        if isinstance(eps, float) and not (math.isfinite(eps) and eps >= 0):
-            raise _Bad(f"is damaged: {arch}.{key} is {eps}")
+    if arch == "jamba" and heads * size != n_embd:
+        raise _Bad(f"has heads of {size} elements where llama.cpp takes only {n_embd // heads} for {arch}")
 
 
 def _state_space(arch: str, number: _Number, n_embd: int) -> None:
@@ -123,6 +130,25 @@ def _state_space(arch: str, number: _Number, n_embd: int) -> None:
         raise _Bad(f"has a state of {inner} elements (ssm.inner_size) where llama.cpp takes only {2 * n_embd}")
     if inner and (not number("ssm.group_count", 1) or not number("ssm.time_step_rank", 1)):
         raise _Bad("is damaged: ssm.group_count or ssm.time_step_rank is 0")
+
+
+def _window(arch: str, metadata: Mapping[str, Value], number: _Number, n_layer: int) -> None:
+    pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if pattern is None or not number("attention.sliding_window", 0):
+        return
+    if isinstance(pattern, np.ndarray):
+        any_windowed = bool(np.any(pattern[:n_layer]))
+    else:
+        any_windowed = isinstance(pattern, int) and pattern != 1
+    if not any_windowed:
+        raise _Bad("is damaged: it has a sliding window, but no layer that uses it (attention.sliding_window_pattern)")
+
+
+def _norms(arch: str, metadata: Mapping[str, Value]) -> None:
+    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon"):
+        epsilon = metadata.get(f"{arch}.{key}")
+        if isinstance(epsilon, float) and not (math.isfinite(epsilon) and epsilon >= 0):
+            raise _Bad(f"is damaged: {arch}.{key} is {epsilon}")
 
 
 def _tokenizer(arch: str, metadata: Mapping[str, Value], tokenizer: _Tokenizer) -> str | None:
@@ -160,11 +186,11 @@ def _show(text: bytes) -> str:
 
 def _tensors(tensors: Mapping[str, TensorInfo]) -> str | None:
     for tensor in tensors.values():
-        if not tensor.name.endswith((".weight", ".bias", ".scale")) or "tid2eid" in tensor.name:
-            continue  # d2t and other tables of ids
-        if tensor.name.endswith("ordering.weight"):
+        if tensor.offset % _TENSOR_ALIGNMENT:
+            return f"puts its tensors at multiples of less than {_TENSOR_ALIGNMENT} bytes; convert it again"
+        if _ID_TABLE.search(tensor.name):
             continue
-        added = "norm" in tensor.name or tensor.name.endswith(".bias")  # ggml adds and scales by F32 only
-        if tensor.type in _NOT_WEIGHTS or (added and len(tensor.shape) == 1 and tensor.type != "F32"):
+        added = len(tensor.shape) == 1 and _ELEMENTWISE.search(tensor.name)
+        if tensor.type in _NOT_WEIGHTS or (added and tensor.type != "F32"):
             return f"holds {clip(tensor.name)} as {tensor.type}, which llama.cpp can't compute with; quantise it anew"
     return None

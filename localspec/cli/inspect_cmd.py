@@ -1,0 +1,314 @@
+"""`localspec inspect`: what GGUF files are, whether and how they pair, what they need, and how to start them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from localspec.control import DEFAULT_N_MAX
+from localspec.errors import PairingError, UsageError
+from localspec.gguf_file import GGUFFile, require_model
+from localspec.gguf_format import clip
+from localspec.llama_arch import DRAFT_HEADS
+from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
+from localspec.pairing import can_roll_back, check_pair, drafter_for
+
+PROMPT = "Write a haiku about rain."
+RULE = "match"
+# Our drafters, as `llama-server --spec-type` calls the same thing.
+LLAMA_SPEC_TYPES = {
+    "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "mtp": "draft-mtp", "ngram": "ngram-simple",
+}  # fmt: skip
+
+Rows = list[tuple[str, str]]
+
+
+@click.command("inspect")
+@click.argument("target", metavar="TARGET.gguf")
+@click.argument("draft", metavar="[DRAFT.gguf]", required=False)
+@click.option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Context that memory is reckoned for. [default: 4096, or what was trained if that is less]",
+)
+@click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE", help="Type of cached keys.")
+@click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE", help="Type of cached values.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect_cmd(target: str, draft: str | None, n_ctx: int, type_k: str, type_v: str, as_json: bool) -> None:  # fmt: skip
+    """Say what GGUF files are, and whether DRAFT can draft for TARGET.
+
+    Reads the files only; nothing is loaded. Exit code 2 if a file can't be used or the pair doesn't fit.
+    """
+    if n_ctx < 0:
+        raise UsageError(f"--ctx-size must be positive, not {n_ctx}")
+    report = inspect_files(Path(target), Path(draft) if draft else None, n_ctx, type_k, type_v)
+    if as_json:
+        click.echo(json.dumps(report.as_json()))
+    else:
+        _show(report)
+    if report.pair.error is not None:
+        raise PairingError(report.pair.error)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How the two work together. ``drafter`` is ours and None where there is none; ``error`` says why they don't."""
+
+    drafter: str | None
+    llama_spec_type: str | None
+    remarks: tuple[str, ...]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `inspect` prints."""
+
+    target: GGUFFile
+    draft: GGUFFile | None
+    n_ctx: int
+    needs: tuple[MemoryNeed, ...]
+    pair: Pair
+    kernels: str
+
+    def commands(self) -> dict[str, str]:
+        """Ready to paste, by program."""
+        target, pair = str(self.target.path), self.pair
+        ours = ["localspec", "run", "--target", target]
+        theirs = ["-m", target]
+        if self.draft is not None and pair.drafter not in (None, "ngram"):
+            ours += ["--draft", str(self.draft.path)]
+        elif pair.drafter is None:
+            ours += ["--spec-type", "ngram" if can_roll_back(self.target)[0] else "none"]
+        if pair.drafter is not None:
+            ours += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
+        if pair.llama_spec_type is not None:
+            if self.draft is not None:
+                theirs += ["-md", str(self.draft.path)]
+            theirs += ["--spec-type", pair.llama_spec_type]
+            if pair.llama_spec_type.startswith("draft-"):
+                theirs += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
+        theirs += ["-c", str(self.n_ctx)]
+        ours += ["-c", str(self.n_ctx), "-p", PROMPT]
+        return {
+            "localspec run": shlex.join(ours),
+            "llama-server": shlex.join(["llama-server", *theirs]),
+            "llama serve": shlex.join(["llama", "serve", *theirs]),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        files = [f for f in (self.target, self.draft) if f is not None]
+        described = [_facts(f) | {"memory": _memory_json(need)} for f, need in zip(files, self.needs)]
+        return {
+            "target": described[0],
+            "draft": described[1] if self.draft is not None else None,
+            "pair": {
+                "fits": self.pair.error is None,
+                "drafter": self.pair.drafter,
+                "accept": RULE,
+                "remarks": list(self.pair.remarks),
+                "error": self.pair.error,
+            },
+            "n_ctx": self.n_ctx,
+            "memory": sum(need.total for need in self.needs),
+            "kernels": self.kernels,
+            "commands": self.commands(),
+        }
+
+
+def inspect_files(
+    target_path: Path, draft_path: Path | None, n_ctx: int, type_k: str, type_v: str, kernels: str = "stock"
+) -> Report:
+    """Read the files and find out. Raises ModelFileError and UsageError; a pair that doesn't fit is in the report."""
+    target = GGUFFile.open(target_path, "target" if draft_path else "model")
+    require_model(target)
+    draft = None
+    if draft_path is not None:
+        draft = GGUFFile.open(draft_path, "draft")
+        require_model(draft)
+    n_ctx = n_ctx or min(4096, target.n_ctx_train)
+    needs = tuple(memory_needed(f, n_ctx, type_k, type_v) for f in (target, draft) if f is not None)
+    return Report(target, draft, n_ctx, needs, _pair(target, draft, n_ctx), kernels)
+
+
+def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
+    remarks = [
+        f"the {file.role} was trained on {file.n_ctx_train} tokens; beyond, it gets worse"
+        for file in (target, draft)
+        if file is not None and n_ctx > file.n_ctx_train
+    ]
+    able, reason = can_roll_back(target)
+    if draft is None:
+        if target.architecture in DRAFT_HEADS:
+            return Pair(None, None, (*remarks, "a draft head: it runs only beside the model it was made for"), None)
+        if not able:
+            return Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
+        return Pair("ngram", LLAMA_SPEC_TYPES["ngram"], (*remarks, "without a draft model, by looking back"), None)
+    try:
+        check_pair(target, draft)
+        spec_type = LLAMA_SPEC_TYPES[DRAFT_HEADS.get(draft.architecture, "lm")] if able else None
+    except PairingError as e:
+        return Pair(None, None, tuple(remarks), str(e))
+    try:
+        drafter = drafter_for(draft)
+    except PairingError as e:
+        return Pair(None, spec_type, tuple(remarks), str(e))
+    draft_able, draft_reason = can_roll_back(draft)
+    if not draft_able:
+        return Pair(None, None, tuple(remarks), f"{clip(draft.path.name, 120)} can't draft: {draft_reason}")
+    if not able:
+        return Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
+    return Pair(drafter, spec_type, tuple(remarks), None)
+
+
+def _facts(file: GGUFFile) -> dict[str, Any]:
+    tokenizer, (able, reason) = file.tokenizer, can_roll_back(file)
+    return {
+        "path": str(file.path),
+        "name": file.name,
+        "size_label": file.size_label,
+        "architecture": file.architecture,
+        "file_size": file.size,
+        "n_params": file.n_params,
+        "quantization": file.quant_label,
+        "tensor_bytes": file.type_bytes(),
+        "n_layer": file.n_layer,
+        "n_recurrent_layers": sum(recurrent_layers(file)),
+        "n_windowed_layers": sum(windowed_layers(file)),
+        "n_embd": file.n_embd,
+        "n_head": max(file.n_head, default=0),
+        "n_head_kv": max(file.n_head_kv, default=0),
+        "vocab_size": file.vocab_size,
+        "n_ctx_train": file.n_ctx_train,
+        "sliding_window": file.sliding_window,
+        "chat_template": file.chat_template is not None,
+        "tokenizer": {
+            "model": tokenizer.model,
+            "pre": tokenizer.pre,
+            "add_bos": tokenizer.add_bos,
+            "bos": tokenizer.bos,
+            "eos": tokenizer.eos,
+            "hash": file.tokenizer_hash(),
+        },
+        "can_roll_back": able,
+        "roll_back_reason": reason,
+    }
+
+
+def _memory_json(need: MemoryNeed) -> dict[str, int]:
+    return asdict(need) | {"total": need.total}
+
+
+# -- for people ---------------------------------------------------------------------------------------------------------
+
+
+def _file_rows(file: GGUFFile, need: MemoryNeed) -> Rows:
+    facts, tokenizer = _facts(file), file.tokenizer
+    total = sum(facts["tensor_bytes"].values()) or 1
+    mix = ", ".join(f"{name} {100 * n / total:.0f} %" for name, n in facts["tensor_bytes"].items() if n / total >= 0.005)
+    heads = f", {facts['n_head']} heads" if facts["n_head"] else ""
+    if facts["n_head_kv"] != facts["n_head"]:
+        heads += f" ({facts['n_head_kv']} key/value)"
+    layers = "1 layer" if facts["n_layer"] == 1 else f"{facts['n_layer']} layers"
+    if facts["n_recurrent_layers"]:
+        layers += f" ({facts['n_recurrent_layers']} recurrent)"
+    window = "no window"
+    if facts["n_windowed_layers"]:
+        window = f"a window of {facts['sliding_window']} in {facts['n_windowed_layers']} of {facts['n_layer']} layers"
+    pre = f", pre-tokenizer {clip(tokenizer.pre)}" if tokenizer.pre else ""
+    return [
+        ("file", clip(str(file.path), 400)),
+        ("name", clip(file.name if file.size_label in file.name else f"{file.name} ({file.size_label})")),
+        ("architecture", f"{file.architecture}, {layers}, hidden size {facts['n_embd']}{heads}"),
+        ("parameters", f"{_count(facts['n_params'])}, {_bytes(file.size)} as {facts['quantization']} ({mix})"),
+        ("vocabulary", f"{facts['vocab_size']} tokens, tokenizer {clip(tokenizer.model)}{pre}"),
+        ("context", f"{facts['n_ctx_train']} tokens trained, {window}"),
+        ("chat template", "yes" if facts["chat_template"] else "no"),
+        ("rollback", ("yes: " if facts["can_roll_back"] else "no: ") + facts["roll_back_reason"]),
+        ("memory", f"{_bytes(need.weights)} weights, {_bytes(need.kv)} cache, about {_bytes(need.compute)} to compute"),
+    ]
+
+
+def _pair_rows(report: Report) -> Rows:
+    pair, rows = report.pair, []
+    if pair.error is not None:
+        rows.append(("fits", f"no: {pair.error}"))
+    elif report.draft is not None:
+        rows.append(("fits", "yes: " + _same_tokens(report.target, report.draft)))
+    rows.append(("drafter", f"{pair.drafter}, accept rule {RULE}" if pair.drafter else "none: plain decoding"))
+    rows += [("note", remark) for remark in pair.remarks]
+    total = _bytes(sum(need.total for need in report.needs))
+    rows.append(("memory", f"about {total} in all at a context of {report.n_ctx} tokens"))
+    rows.append(("kernels", report.kernels))
+    return rows
+
+
+def _same_tokens(target: GGUFFile, draft: GGUFFile) -> str:
+    if not draft.tokenizer.tokens:
+        return "the draft speaks in the target's tokens"
+    if target.tokenizer_hash() == draft.tokenizer_hash():
+        return f"the same {target.vocab_size} tokens"
+    return f"the same tokens, up to padding ({target.vocab_size} and {draft.vocab_size})"
+
+
+def _sections(report: Report) -> list[tuple[str, Rows]]:
+    sections = [("target" if report.draft else "model", _file_rows(report.target, report.needs[0]))]
+    if report.draft is not None:
+        sections.append(("draft", _file_rows(report.draft, report.needs[1])))
+    sections.append(("pair" if report.draft else "speculation", _pair_rows(report)))
+    return sections
+
+
+def _show(report: Report) -> None:
+    if sys.stdout.isatty():
+        _show_rich(report)
+        return
+    for title, rows in _sections(report):
+        click.echo(title)
+        for label, text in rows:
+            click.echo(f"  {label:<14} {text}")
+        click.echo()
+    click.echo("commands")
+    for command in report.commands().values():
+        click.echo(f"  {command}")
+
+
+def _show_rich(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for title, rows in _sections(report):
+        console.print(Text(title, style="bold"))
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_column(min_width=16, style="cyan", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in rows:
+            bad = text.startswith("no: ")
+            grid.add_row("  " + label, Text(text, style="red" if bad else ""))
+        console.print(grid)
+        console.print()
+    console.print(Text("commands", style="bold"))
+    for command in report.commands().values():
+        # Not wrapped by us: a wrapped command can't be copied.
+        console.print(Text("  " + command), soft_wrap=True)
+
+
+def _bytes(n: int) -> str:
+    mib = n / (1 << 20)
+    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.1f} million"
