@@ -171,7 +171,7 @@ def verify(
     if reference or _verify is None:
         _verify_reference(logits, work, rule, end, tokens, p_drafted, counts)
     else:
-        _native(_verify.verify, logits, work.packed, work.tokens, work.history, work.q_ids, work.q_probs, work.q_starts,
+        _native(_verify.verify, logits, n_vocab, work.packed, work.tokens, work.history, work.q_ids, work.q_probs, work.q_starts,
                 RULES.index(rule), end, tokens, p_drafted, counts)
     verdicts = []
     at = 0
@@ -217,7 +217,7 @@ def draw(
     if reference or _verify is None:
         _draw_reference(logits, work, rule, with_q, tokens, probs, q_ids, q_probs, q_starts)
     else:
-        _native(_verify.draw, logits, work.packed, work.history, RULES.index(rule), with_q, tokens, probs, q_ids, q_probs,
+        _native(_verify.draw, logits, n_vocab, work.packed, work.history, RULES.index(rule), with_q, tokens, probs, q_ids, q_probs,
                 q_starts)
     if with_q:
         n = int(q_starts[-1])
