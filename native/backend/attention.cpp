@@ -176,6 +176,7 @@ extern "C" void ls_att_make_plan(const ls_attention_args * a, int nth, ls_att_pl
     p->o_acc      = put(p->tile * p->DVp);
     p->o_total    = put(p->tile * p->DVp);
     p->o_state    = put(p->tile * 32);
+    p->o_lines    = put(LS_ATT_BLOCK * (p->DK / 16 + 2 + p->DV / 16 + 2)); // at most a line per 16 elements, and one begun and one ended
     p->per_thread = at;
     at            = 0;
     put(16);

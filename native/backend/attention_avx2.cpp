@@ -70,6 +70,9 @@ inline void v_transpose(vf t[W]) {
     }
 }
 
+constexpr int F16_TILE = 0;
+inline void   v_pack_f16(const char * const *, int64_t, float *, int64_t) {}
+
 #include "attention_kernel.h"
 
 constexpr ls_attention_kernel KERNEL = { "avx2", run };

@@ -11,7 +11,8 @@
 // and fma(0, v, x) is x: skipping it or not gives the same bits (but for the sign of a zero, which merging removes). Keys and super-chunks
 // are counted from the start of the cache, so a row never notices how the call was cut.
 
-// What the including file provides: W (lanes of vf), GP (groups of 16 lanes that one pass of the micro-kernels holds in registers), and v_*.
+// What the including file provides: W (lanes of vf), GP (groups of 16 lanes that one pass of the micro-kernels holds in registers), the v_*,
+// and F16_TILE: how many elements of 16 f16 keys v_pack_f16 transposes at a time, 0 where the general way will do.
 constexpr int MR = 6;                 // rows of one pass of the micro-kernels
 constexpr int NV = LS_ATT_LANES / W;  // vectors in a group
 constexpr int B  = LS_ATT_BLOCK;
@@ -77,16 +78,19 @@ inline vf v_tanh(vf x) {
 
 // How W elements from d on (a multiple of W), and single elements, are read from a row of each type.
 struct row_f32 {
+    static constexpr int TYPE = LS_ATT_F32;
     static vf    load(const char * row, int64_t d) { return v_load(reinterpret_cast<const float *>(row) + d); }
     static float one(const char * row, int64_t d) { return reinterpret_cast<const float *>(row)[d]; }
     static int64_t bytes(int64_t n) { return 4 * n; }
 };
 struct row_f16 {
+    static constexpr int TYPE = LS_ATT_F16;
     static vf    load(const char * row, int64_t d) { return v_load_f16(reinterpret_cast<const uint16_t *>(row) + d); }
     static float one(const char * row, int64_t d) { return half_to_float(u16_at(row + 2 * d)); }
     static int64_t bytes(int64_t n) { return 2 * n; }
 };
 struct row_q8_0 {
+    static constexpr int TYPE = LS_ATT_Q8_0;
     static vf load(const char * row, int64_t d) {
         const char * block = row + 34 * (d / 32);
         return v_mul(v_load_i8(reinterpret_cast<const int8_t *>(block + 2 + d % 32)), v_set1(half_to_float(u16_at(block))));
@@ -98,24 +102,61 @@ struct row_q8_0 {
     static int64_t bytes(int64_t n) { return 34 * (n / 32); }
 };
 
-void prefetch_row(const char * row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(row + i);
+// The cache lines of the next block of keys or values, handed out a few at a time while this block is worked on: the memory is then busy
+// all the time and nobody waits for it. Into the second-level cache: the first holds what the micro-kernels read over and over. Offsets are
+// int32 from the block's start.
+struct ahead {
+    const int32_t * offset = nullptr;
+    uintptr_t       base   = 0;
+    int64_t         left   = 0;
+    void take(int64_t n) {
+        n = n < left ? n : left;
+        for (int64_t i = 0; i < n; i++) {
+            __builtin_prefetch(reinterpret_cast<const void *>(base + static_cast<uintptr_t>(offset[i])), 0, 2);
+        }
+        skip(n);
     }
+    void skip(int64_t n) {
+        offset += n;
+        left -= n;
+    }
+};
+
+// The lines that `rows` rows of `bytes` bytes touch, `stride` apart; returns how many. Both may start anywhere in a line.
+int64_t list_lines(int64_t rows, int64_t bytes, int64_t stride, bool aligned, int32_t * offset) {
+    const int64_t each = (bytes + 63) / 64 + (aligned ? 0 : 1);
+    if (stride * rows >= int64_t(1) << 31) {
+        return 0;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < each; i++) {
+            *offset++ = static_cast<int32_t>(r * stride + (i * 64 < bytes ? i * 64 : bytes - 1));
+        }
+    }
+    return rows * each;
 }
 
-// Keys n of a block, `stride` bytes apart, to kt[DK][B]; keys from n on are zero. `more`: keys that follow, to be fetched ahead.
-template <typename T> void pack_keys(const char * k, int64_t stride, int64_t n, int64_t more, int64_t DK, float * kt) {
+// Keys n of a block, `stride` bytes apart, to kt[DK][B]. Columns from n on repeat the last key: the mask hides them.
+template <typename T> void pack_keys(const char * k, int64_t stride, int64_t n, int64_t DK, float * kt, ahead & next) {
+    const int64_t lines = next.left * W * W / (2 * B * DK); // half of them here
     for (int64_t j = 0; j < B; j += W) {
-        for (int64_t i = j; i < j + W && i < more; i++) {
-            prefetch_row(k + (i + B) * stride, T::bytes(DK));
+        const char * row[W];
+        for (int64_t i = 0; i < W; i++) {
+            row[i] = k + (j + i < n ? j + i : n - 1) * stride;
         }
         int64_t d = 0;
+        if constexpr (T::TYPE == LS_ATT_F16 && F16_TILE > 0) {
+            for (; d + F16_TILE <= DK; d += F16_TILE) {
+                next.take(lines * F16_TILE / W);
+                v_pack_f16(row, d, kt + d * B + j, B);
+            }
+        }
         for (; d + W <= DK; d += W) {
+            next.take(lines);
             vf t[W];
             LS_UNROLL
             for (int i = 0; i < W; i++) {
-                t[i] = j + i < n ? T::load(k + (j + i) * stride, d) : v_set1(0.0f);
+                t[i] = T::load(row[i], d);
             }
             v_transpose(t);
             LS_UNROLL
@@ -125,24 +166,25 @@ template <typename T> void pack_keys(const char * k, int64_t stride, int64_t n, 
         }
         for (; d < DK; d++) {
             for (int64_t i = 0; i < W; i++) {
-                kt[d * B + j + i] = j + i < n ? T::one(k + (j + i) * stride, d) : 0.0f;
+                kt[d * B + j + i] = T::one(row[i], d);
             }
         }
     }
 }
 
-// Values of the keys j0 to j1 of a block to v32[B][DVp]. A value that isn't finite must not reach rows that can't see it, not even times
-// zero: such a key's row becomes zero here and its bit is set in the result.
-template <typename T> uint64_t load_values(const char * v, int64_t stride, int64_t j0, int64_t j1, int64_t more, int64_t DV, int64_t DVp,
-                                           float * v32) {
+bool finite(float x) { return x * 0.0f == 0.0f; }
+
+// Values of the keys j0 to j1 of a block to v32[B][DVp]. One that isn't finite must not reach rows that can't see it, not even times zero: it
+// becomes zero here and the key's bit is set in the result.
+template <typename T> uint64_t load_values(const char * v, int64_t stride, int64_t j0, int64_t j1, int64_t DV, int64_t DVp, float * v32,
+                                           ahead & next) {
+    const int64_t lines = next.left / (2 * B); // half of them here
     vf check = v_set1(0.0f); // x * 0 is 0 only for finite x
     float check_one = 0.0f;
     for (int64_t j = j0; j < j1; j++) {
         const char * row = v + j * stride;
         float *      out = v32 + j * DVp;
-        if (j < more) {
-            prefetch_row(row + B * stride, T::bytes(DV));
-        }
+        next.take(lines);
         int64_t d = 0;
         for (; d + W <= DV; d += W) {
             const vf x = T::load(row, d);
@@ -157,26 +199,24 @@ template <typename T> uint64_t load_values(const char * v, int64_t stride, int64
             out[d] = 0.0f;
         }
     }
-    if (!v_any_nan(check) && check_one == 0.0f) {
+    if (!v_any_nan(check) && finite(check_one)) {
         return 0;
     }
     uint64_t bad = 0;
     for (int64_t j = j0; j < j1; j++) {
-        float * row = v32 + j * DVp;
-        float   sum = 0.0f;
         for (int64_t d = 0; d < DV; d++) {
-            sum += row[d] * 0.0f;
-        }
-        if (!(sum == 0.0f)) {
-            bad |= uint64_t(1) << j;
-            __builtin_memset(row, 0, DVp * sizeof(float));
+            if (!finite(v32[j * DVp + d])) {
+                v32[j * DVp + d] = 0.0f;
+                bad |= uint64_t(1) << j;
+            }
         }
     }
     return bad;
 }
 
-// s[R][B] = q . kt for R rows and N groups of 16 keys; q is [DK][R].
-template <int R, int N> void qk_pass(const float * q, const float * kt, int64_t DK, float * s) {
+// s[R][B] = q . kt for R rows and N groups of 16 keys; q is [DK][R]. Hands out one line of `next` per d if there are as many.
+template <int R, int N> void qk_pass(const float * q, const float * kt, int64_t DK, float * s, ahead & next) {
+    const int32_t * line = next.left >= DK ? next.offset : nullptr;
     vf acc[R][N * NV];
     LS_UNROLL
     for (int r = 0; r < R; r++) {
@@ -186,6 +226,9 @@ template <int R, int N> void qk_pass(const float * q, const float * kt, int64_t 
         }
     }
     for (int64_t d = 0; d < DK; d++, q += R, kt += B) {
+        if (line) {
+            __builtin_prefetch(reinterpret_cast<const void *>(next.base + static_cast<uintptr_t>(line[d])), 0, 2);
+        }
         vf k[N * NV];
         LS_UNROLL
         for (int c = 0; c < N * NV; c++) {
@@ -207,12 +250,15 @@ template <int R, int N> void qk_pass(const float * q, const float * kt, int64_t 
             v_store(s + r * B + c * W, acc[r][c]);
         }
     }
+    next.skip(line ? DK : 0);
 }
 
-// acc[R][N groups of 16] = acc * scale[r] + sum over n keys of w[r][key] * v[key]; acc's rows are acc_stride apart.
+// acc[R][N groups of 16] = acc * scale[r] + sum over n keys of w[r][key] * v[key]; acc's rows are acc_stride apart. Hands out
+// one line of `next` per key if there are as many.
 template <int R, int N> void pv_pass(const float * w, const float * v, int64_t v_stride, int64_t n, const float * scale, float * out,
-                                     int64_t acc_stride) {
-    vf acc[R][N * NV];
+                                     int64_t acc_stride, ahead & next) {
+    const int32_t * line = next.left >= n ? next.offset : nullptr;
+    vf              acc[R][N * NV];
     LS_UNROLL
     for (int r = 0; r < R; r++) {
         const vf c0 = v_set1(scale[r]);
@@ -222,6 +268,9 @@ template <int R, int N> void pv_pass(const float * w, const float * v, int64_t v
         }
     }
     for (int64_t j = 0; j < n; j++, v += v_stride) {
+        if (line) {
+            __builtin_prefetch(reinterpret_cast<const void *>(next.base + static_cast<uintptr_t>(line[j])), 0, 2);
+        }
         vf x[N * NV];
         LS_UNROLL
         for (int c = 0; c < N * NV; c++) {
@@ -243,15 +292,77 @@ template <int R, int N> void pv_pass(const float * w, const float * v, int64_t v
             v_store(out + r * acc_stride + c * W, acc[r][c]);
         }
     }
+    next.skip(line ? n : 0);
 }
 
-typedef void (*qk_fn)(const float *, const float *, int64_t, float *);
-typedef void (*pv_fn)(const float *, const float *, int64_t, int64_t, const float *, float *, int64_t);
+// As pv_pass, for values that are still in the cache, when there is only one panel of rows to read them for. If a sum is not finite, which
+// may be a hidden key's doing, out is left alone and the result is false.
+template <typename T, int R, int N> bool pv_direct(const float * w, const char * v, int64_t stride, int64_t first, int64_t n, const float * scale,
+                                                   float * out, int64_t acc_stride, ahead & next) {
+    const int64_t   each = next.left >= 2 * n ? 2 : next.left >= n ? 1 : 0;
+    const int32_t * line = next.offset;
+    vf              acc[R][N * NV];
+    LS_UNROLL
+    for (int r = 0; r < R; r++) {
+        const vf c0 = v_set1(scale[r]);
+        LS_UNROLL
+        for (int c = 0; c < N * NV; c++) {
+            acc[r][c] = v_mul(v_load(out + r * acc_stride + c * W), c0);
+        }
+    }
+    for (int64_t j = 0; j < n; j++, v += stride) {
+        for (int64_t i = 0; i < each; i++) {
+            __builtin_prefetch(reinterpret_cast<const void *>(next.base + static_cast<uintptr_t>(*line++)), 0, 2);
+        }
+        vf x[N * NV];
+        LS_UNROLL
+        for (int c = 0; c < N * NV; c++) {
+            x[c] = T::load(v, first + c * W);
+        }
+        LS_UNROLL
+        for (int r = 0; r < R; r++) {
+            const vf p = v_set1(w[r * B + j]);
+            LS_UNROLL
+            for (int c = 0; c < N * NV; c++) {
+                acc[r][c] = v_fma(p, x[c], acc[r][c]);
+            }
+        }
+    }
+    next.skip(each * n);
+    vf check = v_set1(0.0f);
+    LS_UNROLL
+    for (int r = 0; r < R; r++) {
+        LS_UNROLL
+        for (int c = 0; c < N * NV; c++) {
+            check = v_fma(acc[r][c], v_set1(0.0f), check);
+        }
+    }
+    if (v_any_nan(check)) {
+        return false;
+    }
+    LS_UNROLL
+    for (int r = 0; r < R; r++) {
+        LS_UNROLL
+        for (int c = 0; c < N * NV; c++) {
+            v_store(out + r * acc_stride + c * W, acc[r][c]);
+        }
+    }
+    return true;
+}
+
+typedef void (*qk_fn)(const float *, const float *, int64_t, float *, ahead &);
+typedef void (*pv_fn)(const float *, const float *, int64_t, int64_t, const float *, float *, int64_t, ahead &);
+
+typedef bool (*direct_fn)(const float *, const char *, int64_t, int64_t, int64_t, const float *, float *, int64_t, ahead &);
+template <typename T, int R, int N> constexpr direct_fn direct = pv_direct<T, R, N>;
 
 #define LS_ROWS(f, N) { f<1, N>, f<2, N>, f<3, N>, f<4, N>, f<5, N>, f<6, N> }
 #define LS_TABLE(f) { LS_ROWS(f, 1), LS_ROWS(f, (GP < 2 ? 1 : 2)), LS_ROWS(f, (GP < 3 ? 1 : 3)), LS_ROWS(f, (GP < 4 ? 1 : 4)) }
 constexpr qk_fn QK[4][MR] = LS_TABLE(qk_pass);
 constexpr pv_fn PV[4][MR] = LS_TABLE(pv_pass);
+#define LS_DIRECT_ROWS(N) { direct<T, 1, N>, direct<T, 2, N>, direct<T, 3, N>, direct<T, 4, N>, direct<T, 5, N>, direct<T, 6, N> }
+template <typename T> constexpr direct_fn DIRECT[4][MR] = { LS_DIRECT_ROWS(1), LS_DIRECT_ROWS((GP < 2 ? 1 : 2)),
+                                                            LS_DIRECT_ROWS((GP < 3 ? 1 : 3)), LS_DIRECT_ROWS((GP < 4 ? 1 : 4)) };
 
 // The rows of a tile in panels of at most MR, as equal as can be.
 struct panels {
@@ -269,6 +380,8 @@ struct tile {
     float *lanes, *m, *rescale, *slope;               // per row: 16 partial sums, the maximum, the block's factor, the ALiBi slope
     float *acc;                                       // [rows][acc_stride]
     int64_t acc_stride;
+    const int32_t * lines; // offsets of the lines of a block of keys, then of a block of values
+    int64_t n_lines_k, n_lines_v;
 
     int64_t head(int64_t r) const { return group * p->G + (row0 + r) % p->G; }
     int64_t query(int64_t r) const { return (row0 + r) / p->G; }
@@ -405,23 +518,35 @@ void soft_max_rows(const tile & t, int64_t key0, int64_t n, int64_t g0, int64_t 
     }
 }
 
-// Adds the values of the block's keys j0 .. j1, weighted. `bad`: keys with values that aren't finite; they count where their weight does.
-void add_values(const tile & t, int64_t j0, int64_t j1, uint64_t bad, float (*value)(const char *, int64_t), const char * v, int64_t stride) {
+// Adds the values of a block's keys j0 .. j1, weighted; `v` is the block's first.
+template <typename T> void add_values(const tile & t, int64_t j0, int64_t j1, const char * v, int64_t stride, ahead & next) {
     const int64_t DVp = t.p->DVp;
     const panels  ps(t.rows);
+    bool          loaded = false;
+    uint64_t      bad    = 0;
     for (int64_t c = 0; c < DVp; c += GP * LS_ATT_LANES) {
         const int64_t groups = (DVp - c) / LS_ATT_LANES < GP ? (DVp - c) / LS_ATT_LANES : GP;
+        const int64_t end    = c + groups * LS_ATT_LANES;
+        if (ps.count == 1 && end <= t.p->DV &&
+            DIRECT<T>[groups - 1][t.rows - 1](t.s + j0, v + j0 * stride, stride, c, j1 - j0, t.rescale, t.acc + c, t.acc_stride, next)) {
+            continue;
+        }
+        if (!loaded) {
+            loaded = true;
+            bad    = load_values<T>(v, stride, j0, j1, t.p->DV, DVp, t.v32, next);
+        }
         for (int64_t i = 0; i < ps.count; i++) {
             const int64_t r0 = ps.start(i), n = ps.start(i + 1) - r0;
             PV[groups - 1][n - 1](t.s + r0 * B + j0, t.v32 + j0 * DVp + c, DVp, j1 - j0, t.rescale + r0, t.acc + r0 * t.acc_stride + c,
-                                  t.acc_stride);
+                                  t.acc_stride, next);
         }
-    }
-    for (int64_t j = j0; bad >> j0 && j < j1; j++) {
-        for (int64_t r = 0; bad >> j & 1 && r < t.rows; r++) {
-            for (int64_t d = 0; t.s[r * B + j] != 0.0f && d < t.p->DV; d++) {
-                float * x = t.acc + r * t.acc_stride + d;
-                *x        = __builtin_fmaf(t.s[r * B + j], value(v + j * stride, d), *x);
+        for (int64_t j = j0; bad != 0 && j < j1; j++) {
+            for (int64_t d = c; (bad >> j & 1) && d < end && d < t.p->DV; d++) {
+                const float x = T::one(v + j * stride, d);
+                for (int64_t r = 0; !finite(x) && r < t.rows; r++) {
+                    float * sum = t.acc + r * t.acc_stride + d;
+                    *sum        = t.s[r * B + j] != 0.0f ? __builtin_fmaf(t.s[r * B + j], x, *sum) : *sum;
+                }
             }
         }
     }
@@ -453,18 +578,23 @@ template <typename K, typename V> bool super_chunk(const tile & t, int64_t super
             }
             __builtin_memset(t.lanes, 0, t.rows * LS_ATT_LANES * sizeof(float));
         }
-        pack_keys<K>(keys + key0 * ks, ks, n, p.n_kv - key0 - B, p.DK, t.kt);
+        ahead next_k, next_v;
+        if (key0 + 2 * B <= p.n_kv) {
+            next_k = { t.lines, reinterpret_cast<uintptr_t>(keys + (key0 + B) * ks), t.n_lines_k };
+            next_v = { t.lines + t.n_lines_k, reinterpret_cast<uintptr_t>(vals + (key0 + B) * vs), t.n_lines_v };
+        }
+        pack_keys<K>(keys + key0 * ks, ks, n, p.DK, t.kt, next_k);
         for (int64_t g = g0; g < g1; g += GP) {
             const int64_t groups = g1 - g < GP ? g1 - g : GP;
             for (int64_t i = 0; i < ps.count; i++) {
                 const int64_t r0 = ps.start(i), rows = ps.start(i + 1) - r0;
-                QK[groups - 1][rows - 1](t.q + r0 * p.DK, t.kt + g * LS_ATT_LANES, p.DK, t.s + r0 * B + g * LS_ATT_LANES);
+                QK[groups - 1][rows - 1](t.q + r0 * p.DK, t.kt + g * LS_ATT_LANES, p.DK, t.s + r0 * B + g * LS_ATT_LANES, next_k);
             }
         }
+        next_k.take(next_k.left);
         soft_max_rows(t, key0, n, g0, g1);
-        const int64_t  j0 = g0 * LS_ATT_LANES, j1 = g1 * LS_ATT_LANES < n ? g1 * LS_ATT_LANES : n;
-        const uint64_t bad = load_values<V>(vals + key0 * vs, vs, j0, j1, p.n_kv - key0 - B, p.DV, p.DVp, t.v32);
-        add_values(t, j0, j1, bad, V::one, vals + key0 * vs, vs);
+        add_values<V>(t, g0 * LS_ATT_LANES, g1 * LS_ATT_LANES < n ? g1 * LS_ATT_LANES : n, vals + key0 * vs, vs, next_v);
+        next_v.take(next_v.left);
     }
     return any;
 }
@@ -513,6 +643,17 @@ void finish_row(const tile & t, int64_t r, float * total, float m, float l) {
     }
 }
 
+// How many bytes a row of n elements takes.
+int64_t row_bytes(int type, int64_t n) {
+    return type == LS_ATT_F32 ? row_f32::bytes(n) : type == LS_ATT_F16 ? row_f16::bytes(n) : row_q8_0::bytes(n);
+}
+
+// Where the lines of a block lie, for tile::lines.
+int64_t block_lines(const ls_att_tensor & x, int type, int32_t * lines) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(x.data) | x.nb[1] | x.nb[2] | x.nb[3]) % 64 == 0;
+    return list_lines(B, row_bytes(type, x.ne[0]), static_cast<int64_t>(x.nb[1]), aligned, lines);
+}
+
 typedef bool (*super_fn)(const tile &, int64_t);
 template <typename K> super_fn super_of(int v_type) {
     return v_type == LS_ATT_F32 ? super_chunk<K, row_f32> : v_type == LS_ATT_F16 ? super_chunk<K, row_f16> : super_chunk<K, row_q8_0>;
@@ -544,6 +685,10 @@ void run(const ls_attention_args * a, int ith, int nth, void * scratch, ls_att_b
     t.m       = state + p.tile * 16;
     t.rescale = state + p.tile * 17;
     t.slope   = state + p.tile * 18;
+    int32_t * const lines = reinterpret_cast<int32_t *>(mine + p.o_lines);
+    t.lines               = lines;
+    t.n_lines_k           = block_lines(a->k, a->k_type, lines);
+    t.n_lines_v           = block_lines(a->v, a->v_type, lines + t.n_lines_k);
     float * const total_m = state + p.tile * 19;
     float * const total_l = state + p.tile * 20;
     float * const total   = mine + p.o_total;

@@ -50,6 +50,9 @@ inline void v_transpose(vf t[W]) {
     t[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
 }
 
+constexpr int F16_TILE = 0;
+inline void   v_pack_f16(const char * const *, int64_t, float *, int64_t) {}
+
 #include "attention_kernel.h"
 
 constexpr ls_attention_kernel KERNEL = { "neon", run };

@@ -32,7 +32,7 @@ typedef struct ls_att_plan {
     bool    split;        // each super-chunk is a unit of work of its own; partial results go through memory
     int64_t n_unit;
     // Scratch, in floats from a 64-byte boundary: counter, then per thread the buffers below, then the partial results.
-    int64_t o_kt, o_v, o_q, o_s, o_acc, o_total, o_state, per_thread; // offsets in a thread's part
+    int64_t o_kt, o_v, o_q, o_s, o_acc, o_total, o_state, o_lines, per_thread; // offsets in a thread's part
     int64_t o_threads, o_partials, total;                            // offsets in the whole
     int64_t partial;                                                 // floats of one row's partial: acc[DVp], m, l, padding
 } ls_att_plan;
