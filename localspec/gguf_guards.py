@@ -158,6 +158,8 @@ def _tokenizer(arch: str, metadata: Mapping[str, Value], tokenizer: _Tokenizer) 
     if not tokens:
         # A draft head may leave the tokenizer to its target; a model without one can't be given a prompt.
         return None if arch in llama_arch.DRAFT_HEADS else "has no tokenizer (tokenizer.ggml.tokens); convert it again"
+    if model == "bert":  # asserts over separators that no language model has
+        return "has a tokenizer of the kind bert, which is made for encoders; convert it again"
     if model in ("no_vocab", "none"):
         return "lists tokens but names no tokenizer (tokenizer.ggml.model); convert it again"
     # llama.cpp asserts that its map from text to id is as long as the list.
@@ -177,7 +179,23 @@ def _tokenizer(arch: str, metadata: Mapping[str, Value], tokenizer: _Tokenizer) 
         missing = [b for b in range(256) if b"<0x%02X>" % b not in known and bytes([b]) not in known]
         if missing:
             return f"has a SentencePiece tokenizer without a token for byte {missing[0]} (<0x{missing[0]:02X}>)"
+    if model == "rwkv" and len(_rwkv_bytes(texts)) < 256:
+        # llama.cpp's search for the longest match never ends where no match is there.
+        return "has an RWKV tokenizer without a token for every single byte; convert it again"
     return None
+
+
+def _rwkv_bytes(texts: Sequence[bytes]) -> set[int]:
+    """The bytes that have a token of their own in a vocabulary that is stored with escapes."""
+    found: set[int] = set()
+    for text in texts:
+        if len(text) == 1:
+            found.add(text[0])
+        elif len(text) == 2 and text[:1] == b"\\":
+            found.add({b"t": 9, b"n": 10, b"r": 13}.get(text[1:], text[1]))
+        elif re.fullmatch(rb"\\x[0-9a-f]{2}", text):
+            found.add(int(text[2:], 16))
+    return found
 
 
 def _show(text: bytes) -> str:

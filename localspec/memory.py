@@ -3,7 +3,7 @@
 The cache follows llama.cpp's own allocation to the byte for ordinary and windowed attention. The working space is an
 estimate: llama.cpp plans one buffer for the largest batch, and at its widest point it holds either the logits of every
 row of that batch or one layer's activations. Measured against llama.cpp 0.3.36 on the CPU (MiB, estimate in brackets):
-SmolLM2-135M 98 (98), gemma3-270m 515 (515), Qwen2.5-0.5B 301 (302), Qwen2.5-1.5B 303 (304). On a CPU llama.cpp may also
+SmolLM2-135M 98 (98), gemma3-270m 516 (516), Qwen2.5-0.5B 301 (301), Qwen2.5-1.5B 303 (303). On a CPU llama.cpp may also
 keep rearranged copies of Q4_K and similar weights (597 MiB for Qwen2.5-1.5B Q4_K_M); the mapped originals can then be
 dropped by the system, so they are not counted twice here.
 """

@@ -148,6 +148,15 @@ def test_known_architectures_match_the_library(tiny: Path, tmp_path: Path) -> No
     assert known == set(llama_arch.KNOWN)
 
 
+def test_rwkv_escapes_cover_every_byte() -> None:
+    from localspec.gguf_guards import _rwkv_bytes
+
+    tokens = [bytes([b]) if 32 < b < 127 and b != 92 else b"\\x%02x" % b for b in range(256)]
+    tokens[9:11], tokens[92] = [b"\\t", b"\\n"], b"\\\\"
+    assert _rwkv_bytes([*tokens, b"the", b"\\xzz"]) == set(range(256))
+    assert _rwkv_bytes(tokens[1:]) == set(range(1, 256))
+
+
 # -- files that can't be used -----------------------------------------------------------------------------------------
 
 SAYS = {
@@ -184,6 +193,9 @@ SAYS = {
     "vocabulary only": "vocabulary only",
     "no tokenizer": "no tokenizer",
     "unknown tokenizer": "abacus",
+    "encoder's tokenizer": "kind bert",
+    "tokenizer with missing bytes": "every single byte",
+    "sentencepiece with missing bytes": "without a token for byte",
     "twin tokens": "tokens 10 and 300",
 }
 
