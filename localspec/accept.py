@@ -171,8 +171,10 @@ def verify(
     if reference or _verify is None:
         _verify_reference(logits, work, rule, end, tokens, p_drafted, counts)
     else:
-        _native(_verify.verify, logits, n_vocab, work.packed, work.tokens, work.history, work.q_ids, work.q_probs, work.q_starts,
-                RULES.index(rule), end, tokens, p_drafted, counts)
+        _native(
+            _verify.verify, logits, n_vocab, work.packed, work.tokens, work.history, work.q_ids, work.q_probs,
+            work.q_starts, RULES.index(rule), end, tokens, p_drafted, counts,
+        )  # fmt: skip
     verdicts = []
     at = 0
     for block, (n_accepted, n_kept, stopped) in zip(blocks, counts.tolist()):
@@ -217,8 +219,10 @@ def draw(
     if reference or _verify is None:
         _draw_reference(logits, work, rule, with_q, tokens, probs, q_ids, q_probs, q_starts)
     else:
-        _native(_verify.draw, logits, n_vocab, work.packed, work.history, RULES.index(rule), with_q, tokens, probs, q_ids, q_probs,
-                q_starts)
+        _native(
+            _verify.draw, logits, n_vocab, work.packed, work.history, RULES.index(rule), with_q, tokens, probs, q_ids,
+            q_probs, q_starts,
+        )  # fmt: skip
     if with_q:
         n = int(q_starts[-1])
         drawn.q_ids, drawn.q_probs, drawn.q_starts = q_ids[:n], q_probs[:n], q_starts
