@@ -50,11 +50,9 @@ def cli() -> None:
 def main() -> None:
     """Run the command line and exit: 0 done, 2 something the user can mend, 130 interrupted."""
     try:
-        cli.main(prog_name="localspec", standalone_mode=False)
+        # Without standalone mode click returns the code of an Exit instead of raising it; commands themselves return None.
+        code = cli.main(prog_name="localspec", standalone_mode=False) or 0
         sys.stdout.flush()
-        code = 0
-    except click.exceptions.Exit as leave:
-        code = leave.exit_code
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "localspec"
         click.echo(f"{where}: error: {_one_line(error.format_message())}", err=True)

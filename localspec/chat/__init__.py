@@ -1,0 +1,1 @@
+"""`localspec chat`: the conversation (no terminal), its commands, and the screens that show it."""
