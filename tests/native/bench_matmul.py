@@ -3,7 +3,7 @@
 Two child processes load the same model, one of them with the plug-in; the parent lets them measure in turns, so that both
 see the same machine. Prints medians in milliseconds, ratios to one token, and the plug-in's time against stock's.
 
-    python native/backend/bench_curve.py --library <libggml-localspec.so> MODEL.gguf [MODEL.gguf ...]
+    python tests/native/bench_matmul.py --library <libggml-localspec.so> MODEL.gguf [MODEL.gguf ...]
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     kinds = {"stock": common, "localspec": [*common, "--library", args.library]}
     if args.only:
         kinds = {args.only: kinds[args.only]}
-    run = {
-        k: subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for k, c in kinds.items()
-    }
+    run = {k: subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for k, c in kinds.items()}
     times: dict[str, dict[int, list[float]]] = {k: {n: [] for n in args.n} for k in run}
     for process in run.values():
         assert process.stdout is not None
