@@ -338,7 +338,7 @@ def test_the_system_message_can_change(chat: Chat) -> None:
     assert run_command(chat, "/system").text == "system message: Talk like a pirate."
     chat.exchanges = [Exchange("Hi", "Ahoy")]
     assert "Talk like a pirate." in chat.ask("Hi").rendered
-    assert "goes on" in run_command(chat, "/system Talk like a king.").text
+    assert "read anew" in run_command(chat, "/system Talk like a king.").text
     rendered = chat.ask("Hi").rendered
     assert "king" in rendered
     assert "pirate" not in rendered
@@ -439,15 +439,39 @@ def test_files_out_of_reach(chat: Chat, tmp_path: Path) -> None:
 
 def test_the_status_line_fits(chat: Chat) -> None:
     turn = chat.ask("Hi")
-    turn.ids, turn.kept, turn.stop = [1] * 40, True, "interrupted"
-    stats = Stats(n_generated=40, n_verify=20, n_drafted=60, n_accepted=20, t_step=2.0)
+    assert status_line(chat, turn, 80) == f"reading {len(turn.tokens)} tokens"
+    turn.ids = [1] * 40
+    turn.stats = Stats(n_generated=40, n_verify=20, n_drafted=60, n_accepted=20, t_step=2.0)
     used = f"{len(turn.tokens) + 40}/512"
-    assert status_line(chat, turn, stats, 80) == f"stopped · 20.0 tok/s · 33% accepted · 2.00 per verify · context {used}"
-    assert status_line(chat, turn, stats, 40) == f"20.0 tok/s · 33% · 2.00 · {used}"
+    assert status_line(chat, turn, 80) == f"20.0 tok/s · 33% accepted · 2.00 per verify · context {used}"
+    assert status_line(chat, turn, 40) == f"20.0 tok/s · 33% · 2.00 · {used}"
+    chat.exchanges = [Exchange("Hi", "x", Known("", turn.tokens + turn.ids))]
+    turn.kept, turn.stop = True, "interrupted"
+    assert status_line(chat, turn, 80) == f"stopped · 20.0 tok/s · 33% accepted · 2.00 per verify · context {used}"
     for width in range(10, 120):
-        assert len(status_line(chat, turn, stats, width)) <= width
+        assert len(status_line(chat, turn, width)) <= width
     chat.set_drafting(False)
-    assert "drafting off" in status_line(chat, turn, Stats(n_generated=1, t_step=1), 80)
+    turn.stats = Stats(n_generated=1, t_step=1)
+    assert "drafting off" in status_line(chat, turn, 80)
+
+
+def test_a_long_prompt_is_read_in_pieces(chat: Chat) -> None:
+    chat.system = "A list: " + " ".join(map(str, range(100)))
+    turn = chat.ask("Hi")
+    assert len(turn.tokens) > 3 * 64  # the batch of this session
+    seen = [(turn.n_read, bool(step.pieces)) for step in chat.stream(turn)]
+    reads = [n for n, pieces in seen if not pieces]
+    assert len(reads) >= 2
+    assert all(b - a == 64 for a, b in itertools.pairwise(reads))
+    assert turn.stats.n_prompt == len(turn.tokens)
+    assert len(turn.tokens) - 64 < turn.stats.n_prompt_computed < len(turn.tokens)
+    chat.reset()
+    chat.system = "Another list: " + " ".join(map(str, range(100)))
+    turn = chat.ask("Hi")
+    answers = iter([False, True])
+    assert len(list(chat.stream(turn, lambda: next(answers)))) == 1
+    assert (turn.kept, turn.stop) == (False, "interrupted")
+    assert say(chat, "Hi").kept
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:

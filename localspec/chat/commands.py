@@ -24,7 +24,7 @@ def run_command(chat: Chat, line: str) -> Reply:
     name, _, argument = line.strip().partition(" ")
     command = COMMANDS.get(name.lower())
     if command is None:
-        raise UsageError(f"unknown command {name}: /help lists them (a message may begin with a blank and then a slash)")
+        raise UsageError(f"unknown command {name}: /help lists them")
     return command.run(chat, argument.strip())
 
 
@@ -47,7 +47,7 @@ def _system(chat: Chat, argument: str) -> Reply:
 
 
 def _goes_on(chat: Chat) -> str:
-    return "; the conversation goes on and is read anew with the next message" if chat.exchanges else ""
+    return "; the conversation is read anew with the next message" if chat.exchanges else ""
 
 
 def _reset(chat: Chat, argument: str) -> Reply:
@@ -158,4 +158,5 @@ KEYS = (
     "Enter sends. Alt-Enter, Esc Enter or a backslash before Enter begins a new line.",
     "Ctrl-C ends an answer and keeps what was said; at the prompt it clears the line.",
     "Ctrl-D leaves. Up and down go through what you typed before.",
+    "A line that begins with a blank is a message, even where a slash follows.",
 )

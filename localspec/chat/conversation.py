@@ -13,7 +13,9 @@ Where the template changes what was said (thinking stripped, blanks trimmed), th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,7 +85,8 @@ class Turn:
     answer: str = ""
     ids: list[int] = field(default_factory=list)  # generated, without the end-of-generation token
     stop: str = ""
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = field(default_factory=Stats)  # up to date after each step
+    n_read: int = 0  # tokens of the prompt that are in the cache
     kept: bool = False  # whether it became part of the conversation
 
     @property
@@ -161,7 +164,13 @@ class Chat:
         self._n_asked += 1
         turn.stop = "error"
         try:
-            for step in self.engine.generate(request, stopped):
+            yield from self._read(turn, stopped)
+            n_read, t_read = turn.stats.n_prompt_computed, turn.stats.t_prompt
+            for step in self.engine.generate(request, stopped) if turn.stop != "interrupted" else ():
+                if turn.stats is not (stats := self.engine.stats(0)):
+                    stats.n_prompt_computed += n_read
+                    stats.t_prompt += t_read
+                    turn.stats = stats
                 turn.answer += "".join(piece.text for piece in step.pieces)
                 turn.ids.extend(piece.token for piece in step.pieces if piece.token >= 0)
                 if step.stop == "eog":
@@ -178,11 +187,24 @@ class Chat:
         finally:
             self._keep(turn)
 
+    def _read(self, turn: Turn, stopped: Callable[[], bool]) -> Generator[Step, None, None]:
+        """All of the prompt but its last piece: a long one takes its time, and Ctrl-C must get through between pieces."""
+        session = self.engine.session
+        held, wanted = session.tokens[0], turn.tokens[:-1]
+        turn.n_read = next((i for i, (a, b) in enumerate(zip(held, wanted)) if a != b), min(len(held), len(wanted)))
+        for end in range(turn.n_read + session.n_batch, len(wanted), session.n_batch):
+            if stopped():
+                turn.stop = "interrupted"
+                return
+            began = time.perf_counter()
+            turn.stats.n_prompt_computed += session.prefill(0, wanted[:end])
+            turn.stats.t_prompt += time.perf_counter() - began
+            turn.n_read = end
+            yield Step(0, [])
+
     def _keep(self, turn: Turn) -> None:
-        try:
-            turn.stats = self.engine.finish(0)
-        except KeyError:  # it never started
-            turn.stats = Stats()
+        with contextlib.suppress(KeyError):  # it may never have started
+            self.engine.finish(0)
         if turn.answer or turn.stop not in ("interrupted", "error"):
             self.first = turn.first
             self.exchanges.append(Exchange(turn.user, turn.answer, self._known(turn)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from localspec.chat.conversation import Chat, Turn
-from localspec.engine import Stats, Step
+from localspec.engine import Step
 from localspec.report import rate
 
 # C0 but tab and newline, DEL and C1: a model's output must not be able to drive the terminal.
@@ -49,10 +49,13 @@ ENDS = {
 }
 
 
-def status_line(chat: Chat, turn: Turn, stats: Stats, width: int) -> str:
+def status_line(chat: Chat, turn: Turn, width: int) -> str:
     """Speed, acceptance, tokens per verify and context used, as much as fits into `width` columns."""
+    stats = turn.stats
+    if not stats.n_generated and not turn.kept:
+        return f"reading {len(turn.tokens)} tokens{f' ({turn.n_read} done)' if turn.n_read else ''}"
     speed = f"{rate(stats.n_generated, stats.t_generate):.1f} tok/s"
-    context = f"{turn.n_used}/{chat.engine.session.n_ctx}"
+    context = f"{chat.n_used if turn.kept else turn.n_used}/{chat.engine.session.n_ctx}"
     ended = {"interrupted": "stopped", "length": "cut by -n"}.get(turn.stop)
     stopped = [ended] if ended and turn.kept else []
     if stats.n_drafted:
@@ -61,8 +64,6 @@ def status_line(chat: Chat, turn: Turn, stats: Stats, width: int) -> str:
     else:
         note = "nothing drafted" if chat.drafting else "drafting off"
         long, short = [note], []
-    if not stats.n_generated:
-        return f"context {context}"
     forms = ([*stopped, speed, *long, f"context {context}"], [*stopped, speed, *short, context], [speed, *short, context])
     for parts in (*forms, [speed, context]):
         line = " · ".join(parts)
@@ -110,7 +111,7 @@ class PlainScreen:
                 self._out.flush()
         self._out.write("\n\n")
         self._out.flush()
-        self.fail(status_line(chat, turn, turn.stats, 200))
+        self.fail(status_line(chat, turn, 200))
 
     def say(self, text: str) -> None:
         self._out.write(self._safe(text) + "\n")
@@ -153,16 +154,16 @@ class TerminalScreen:
         answer = ""
         with quiet_keys(), contextlib.closing(steps):
             try:
-                painter.update("", f"reading {len(turn.tokens)} tokens …", now=True)
+                painter.update("", self._status(chat, turn), now=True)
                 for step in steps:
                     answer += "".join(printable(piece.text) for piece in step.pieces)
-                    painter.update(answer, self._status(chat, turn, chat.engine.stats(step.slot)))
+                    painter.update(answer, self._status(chat, turn))
             finally:
-                painter.finish(answer, self._status(chat, turn, turn.stats))
+                painter.finish(answer, self._status(chat, turn))
         self._console.print()
 
-    def _status(self, chat: Chat, turn: Turn, stats: Stats) -> str:
-        return status_line(chat, turn, stats, self._console.width)
+    def _status(self, chat: Chat, turn: Turn) -> str:
+        return status_line(chat, turn, self._console.width)
 
     def say(self, text: str) -> None:
         self._console.print(printable(text), markup=False)
