@@ -114,13 +114,14 @@ bool Filter::keep(const float * row, int64_t n_vocab, const Block & s, Kept & ke
         select(row, n_vocab, n_vocab, top, floor);
         n = static_cast<int64_t>(ranked_.size());
     } else {
-        // Most rows reach top_p within a few hundred candidates: rank only as many as it takes.
-        const double total = use.weights(row, n_vocab, top, 1.0, nullptr);
-        for (int64_t k = 256;; k *= 8) {
-            k = std::min(k, n_vocab);
-            select(row, n_vocab, k, top, floor);
+        weights_.resize(n_vocab);
+        const double total = use.weights(row, n_vocab, top, 1.0, weights_.data());
+        const double enough = reach(row, n_vocab, top, s.top_p * total);
+        select(row, n_vocab, n_vocab, top, std::max(floor, enough));
+        n = top_p_prefix(top, s.top_p, &total);
+        if (n == static_cast<int64_t>(ranked_.size()) && enough > floor) {  // perhaps short of it by a rounding error
+            select(row, n_vocab, n_vocab, top, floor);
             n = top_p_prefix(top, s.top_p, &total);
-            if (n < static_cast<int64_t>(ranked_.size()) || static_cast<int64_t>(ranked_.size()) < k || k == n_vocab) break;
         }
     }
 
@@ -130,6 +131,24 @@ bool Filter::keep(const float * row, int64_t n_vocab, const Block & s, Kept & ke
     for (int64_t i = 0; i < n; i++) total += weights_[i];
     kept = {ids_.data(), weights_.data(), n, total};
     return true;
+}
+
+// A bound on logit - top above which weights_ sum up to `sum`, but for rounding: what lies below need not be ranked. By a
+// histogram of the weights over the distance from the largest logit, and one bin more than enough.
+double Filter::reach(const float * row, int64_t n_vocab, double top, double sum) const {
+    constexpr int kBins = 512;
+    constexpr double kPerUnit = 8.0;
+    double bins[kBins] = {};
+    for (int64_t i = 0; i < n_vocab; i++) {
+        if (!(weights_[i] > 0.0)) continue;  // -inf, NaN, or too far away to count
+        bins[std::min(static_cast<int>((top - row[i]) * kPerUnit), kBins - 1)] += weights_[i];
+    }
+    double running = 0.0;
+    for (int b = 0; b + 2 < kBins; b++) {
+        running += bins[b];
+        if (running >= sum) return -(b + 2) / kPerUnit;
+    }
+    return -std::numeric_limits<double>::infinity();
 }
 
 // Logits and ids of the first n candidates as arrays.

@@ -43,6 +43,7 @@ public:
 
 private:
     void select(const float * row, int64_t n_vocab, int64_t k, double top, double floor);
+    double reach(const float * row, int64_t n_vocab, double top, double sum) const;
     void gather(int64_t n);
     int64_t top_p_prefix(double top, double top_p, const double * total);
 
