@@ -179,17 +179,28 @@ bool finite(float x) { return x * 0.0f == 0.0f; }
 template <typename T> uint64_t load_values(const char * v, int64_t stride, int64_t j0, int64_t j1, int64_t DV, int64_t DVp, float * v32,
                                            ahead & next) {
     const int64_t lines = next.left / (2 * B); // half of them here
-    vf check = v_set1(0.0f); // x * 0 is 0 only for finite x
-    float check_one = 0.0f;
+    vf            check[4];                         // x * 0 is 0 only for finite x; four, so that none waits for the last
+    float         check_one = 0.0f;
+    for (vf & c : check) {
+        c = v_set1(0.0f);
+    }
     for (int64_t j = j0; j < j1; j++) {
         const char * row = v + j * stride;
         float *      out = v32 + j * DVp;
         next.take(lines);
         int64_t d = 0;
+        for (; d + 4 * W <= DV; d += 4 * W) {
+            LS_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const vf x = T::load(row, d + i * W);
+                v_store(out + d + i * W, x);
+                check[i] = v_fma(x, v_set1(0.0f), check[i]);
+            }
+        }
         for (; d + W <= DV; d += W) {
             const vf x = T::load(row, d);
             v_store(out + d, x);
-            check = v_fma(x, v_set1(0.0f), check);
+            check[0] = v_fma(x, v_set1(0.0f), check[0]);
         }
         for (; d < DV; d++) {
             out[d] = T::one(row, d);
@@ -199,7 +210,7 @@ template <typename T> uint64_t load_values(const char * v, int64_t stride, int64
             out[d] = 0.0f;
         }
     }
-    if (!v_any_nan(check) && finite(check_one)) {
+    if (!v_any_nan(v_add(v_add(check[0], check[1]), v_add(check[2], check[3]))) && finite(check_one)) {
         return 0;
     }
     uint64_t bad = 0;
@@ -295,7 +306,7 @@ template <int R, int N> void pv_pass(const float * w, const float * v, int64_t v
     next.skip(line ? n : 0);
 }
 
-// As pv_pass, for values that are still in the cache, when there is only one panel of rows to read them for. If a sum is not finite, which
+// As pv_pass, for values that are still in the cache, when there are few rows to read them for. If a sum is not finite, which
 // may be a hidden key's doing, out is left alone and the result is false.
 template <typename T, int R, int N> bool pv_direct(const float * w, const char * v, int64_t stride, int64_t first, int64_t n, const float * scale,
                                                    float * out, int64_t acc_stride, ahead & next) {
@@ -332,10 +343,12 @@ template <typename T, int R, int N> bool pv_direct(const float * w, const char *
     vf check = v_set1(0.0f);
     LS_UNROLL
     for (int r = 0; r < R; r++) {
+        vf zero = v_mul(acc[r][0], v_set1(0.0f));
         LS_UNROLL
-        for (int c = 0; c < N * NV; c++) {
-            check = v_fma(acc[r][c], v_set1(0.0f), check);
+        for (int c = 1; c < N * NV; c++) {
+            zero = v_fma(acc[r][c], v_set1(0.0f), zero);
         }
+        check = v_add(check, zero);
     }
     if (v_any_nan(check)) {
         return false;
@@ -448,8 +461,15 @@ void visible_groups(const tile & t, int64_t key0, int64_t n, int64_t * first, in
     *last  = hi;
 }
 
-// t.mask for the keys key0 .. key0 + n; keys past n are hidden.
-void load_mask(const tile & t, const char * row, int64_t key0, int64_t n) {
+// t.mask for the keys key0 .. key0 + n; keys past n are hidden. False, and no mask written, if it would be all zero.
+bool load_mask(const tile & t, const char * row, int64_t key0, int64_t n) {
+    unsigned any = n < B;
+    for (int64_t j = 0; row && j < n; j++) {
+        any |= u16_at(row + 2 * (key0 + j));
+    }
+    if (!any) {
+        return false;
+    }
     int64_t j = 0;
     if (row) {
         const uint16_t * h = reinterpret_cast<const uint16_t *>(row) + key0;
@@ -467,36 +487,47 @@ void load_mask(const tile & t, const char * row, int64_t key0, int64_t n) {
     for (; j < B; j++) {
         t.mask[j] = -__builtin_inff();
     }
+    return true;
 }
 
-// Logits to weights, in place, for the groups g0 .. g1 of a block; moves each row's maximum and sums on.
-void soft_max_rows(const tile & t, int64_t key0, int64_t n, int64_t g0, int64_t g1) {
-    const float  cap    = t.a->logit_softcap;
-    const vf     scale  = v_set1(cap != 0.0f ? t.a->scale / cap : t.a->scale * LOG2E);
-    const vf     hidden = v_set1(-__builtin_inff());
-    const int    c0 = static_cast<int>(g0) * NV, c1 = static_cast<int>(g1) * NV; // vectors
-    const char * before = nullptr;
+// Logits to weights, in place, for the vectors from .. to of a block's keys; moves each row's maximum and sums on. TO: 0, or `to` when
+// `from` is 0, for loops that unroll.
+template <int TO> void soft_max_rows(const tile & t, int64_t key0, int64_t n, int from, int to) {
+    constexpr int MOST   = B / W;
+    const int     c0     = TO ? 0 : from, c1 = TO ? TO : to;
+    const float   cap    = t.a->logit_softcap;
+    const vf      scale  = v_set1(cap != 0.0f ? t.a->scale / cap : t.a->scale * LOG2E);
+    const char *  before = nullptr;
+    bool          masked = false;
     for (int64_t r = 0; r < t.rows; r++) {
         const char * row = t.mask_row(r);
         if (r == 0 || row != before) {
-            load_mask(t, row, key0, n);
+            masked = load_mask(t, row, key0, n);
             before = row;
         }
-        float *  s     = t.s + r * B;
-        const vf slope = v_set1(t.slope[r]);
-        vf       top   = hidden;
+        float * s = t.s + r * B;
+        vf      x[MOST];
+        LS_UNROLL
         for (int c = c0; c < c1; c++) {
-            const vf mask = v_load(t.mask + c * W);
-            const vf bias = v_mul(mask, slope);
-            vf       x    = v_load(s + c * W);
-            if (cap != 0.0f) {
-                x = v_fma(v_tanh(v_mul(x, scale)), v_set1(cap * LOG2E), bias);
-            } else {
-                x = v_fma(x, scale, bias);
+            x[c] = v_mul(v_load(s + c * W), scale);
+        }
+        if (cap != 0.0f) {
+            for (int c = c0; c < c1; c++) {
+                x[c] = v_mul(v_tanh(x[c]), v_set1(cap * LOG2E));
             }
-            x   = v_hide(mask, x);
-            top = v_max(top, x);
-            v_store(s + c * W, x);
+        }
+        if (masked) {
+            const vf slope = v_set1(t.slope[r]);
+            LS_UNROLL
+            for (int c = c0; c < c1; c++) {
+                const vf mask = v_load(t.mask + c * W);
+                x[c]          = v_hide(mask, v_fma(mask, slope, x[c]));
+            }
+        }
+        vf top = v_set1(-__builtin_inff());
+        LS_UNROLL
+        for (int c = c0; c < c1; c++) {
+            top = v_max(top, x[c]);
         }
         const float old = t.m[r], high = v_hmax(top);
         const float now  = high > old ? high : old;
@@ -504,22 +535,41 @@ void soft_max_rows(const tile & t, int64_t key0, int64_t n, int64_t g0, int64_t 
         t.m[r]           = now;
         t.rescale[r]     = now == old ? 1.0f : exp2_of(old - base);
 
-        const vf from = v_set1(base), factor = v_set1(t.rescale[r]);
-        float *  lanes = t.lanes + r * LS_ATT_LANES;
+        LS_UNROLL
+        for (int c = c0; c < c1; c++) {
+            x[c] = v_exp2(v_sub(x[c], v_set1(base)));
+            v_store(s + c * W, x[c]);
+        }
+        float * lanes = t.lanes + r * LS_ATT_LANES;
+        LS_UNROLL
         for (int i = 0; i < NV; i++) {
-            vf sum = v_mul(v_load(lanes + i * W), factor);
+            vf sum = v_mul(v_load(lanes + i * W), v_set1(t.rescale[r]));
+            LS_UNROLL
             for (int c = c0 + i; c < c1; c += NV) {
-                const vf x = v_exp2(v_sub(v_load(s + c * W), from));
-                v_store(s + c * W, x);
-                sum = v_add(sum, x);
+                sum = v_add(sum, x[c]);
             }
             v_store(lanes + i * W, sum);
         }
     }
 }
 
+// The keys with values that are not finite: adds those values to the sums of the rows r0 .. r1, elements c .. end, that give them weight.
+template <typename T> void add_not_finite(const tile & t, int64_t j0, int64_t j1, uint64_t bad, const char * v, int64_t stride, int64_t r0, int64_t r1,
+                                          int64_t c, int64_t end) {
+    for (int64_t j = j0; j < j1; j++) {
+        for (int64_t d = c; (bad >> j & 1) && d < end && d < t.p->DV; d++) {
+            const float x = T::one(v + j * stride, d);
+            for (int64_t r = r0; !finite(x) && r < r1; r++) {
+                float * sum = t.acc + r * t.acc_stride + d;
+                *sum        = t.s[r * B + j] != 0.0f ? __builtin_fmaf(t.s[r * B + j], x, *sum) : *sum;
+            }
+        }
+    }
+}
+
 // Adds the values of a block's keys j0 .. j1, weighted; `v` is the block's first.
 template <typename T> void add_values(const tile & t, int64_t j0, int64_t j1, const char * v, int64_t stride, ahead & next) {
+    constexpr int64_t FEW = 2; // panels for which values are better converted again and again than stored
     const int64_t DVp = t.p->DVp;
     const panels  ps(t.rows);
     bool          loaded = false;
@@ -527,26 +577,20 @@ template <typename T> void add_values(const tile & t, int64_t j0, int64_t j1, co
     for (int64_t c = 0; c < DVp; c += GP * LS_ATT_LANES) {
         const int64_t groups = (DVp - c) / LS_ATT_LANES < GP ? (DVp - c) / LS_ATT_LANES : GP;
         const int64_t end    = c + groups * LS_ATT_LANES;
-        if (ps.count == 1 && end <= t.p->DV &&
-            DIRECT<T>[groups - 1][t.rows - 1](t.s + j0, v + j0 * stride, stride, c, j1 - j0, t.rescale, t.acc + c, t.acc_stride, next)) {
-            continue;
-        }
-        if (!loaded) {
-            loaded = true;
-            bad    = load_values<T>(v, stride, j0, j1, t.p->DV, DVp, t.v32, next);
-        }
         for (int64_t i = 0; i < ps.count; i++) {
-            const int64_t r0 = ps.start(i), n = ps.start(i + 1) - r0;
-            PV[groups - 1][n - 1](t.s + r0 * B + j0, t.v32 + j0 * DVp + c, DVp, j1 - j0, t.rescale + r0, t.acc + r0 * t.acc_stride + c,
-                                  t.acc_stride, next);
-        }
-        for (int64_t j = j0; bad != 0 && j < j1; j++) {
-            for (int64_t d = c; (bad >> j & 1) && d < end && d < t.p->DV; d++) {
-                const float x = T::one(v + j * stride, d);
-                for (int64_t r = 0; !finite(x) && r < t.rows; r++) {
-                    float * sum = t.acc + r * t.acc_stride + d;
-                    *sum        = t.s[r * B + j] != 0.0f ? __builtin_fmaf(t.s[r * B + j], x, *sum) : *sum;
-                }
+            const int64_t r0 = ps.start(i), r1 = ps.start(i + 1);
+            float * const acc = t.acc + r0 * t.acc_stride + c;
+            if (ps.count <= FEW && end <= t.p->DV &&
+                DIRECT<T>[groups - 1][r1 - r0 - 1](t.s + r0 * B + j0, v + j0 * stride, stride, c, j1 - j0, t.rescale + r0, acc, t.acc_stride, next)) {
+                continue;
+            }
+            if (!loaded) {
+                loaded = true;
+                bad    = load_values<T>(v, stride, j0, j1, t.p->DV, DVp, t.v32, next);
+            }
+            PV[groups - 1][r1 - r0 - 1](t.s + r0 * B + j0, t.v32 + j0 * DVp + c, DVp, j1 - j0, t.rescale + r0, acc, t.acc_stride, next);
+            if (bad) {
+                add_not_finite<T>(t, j0, j1, bad, v, stride, r0, r1, c, end);
             }
         }
     }
@@ -592,7 +636,11 @@ template <typename K, typename V> bool super_chunk(const tile & t, int64_t super
             }
         }
         next_k.take(next_k.left);
-        soft_max_rows(t, key0, n, g0, g1);
+        if (g0 == 0 && g1 * LS_ATT_LANES == B) {
+            soft_max_rows<B / W>(t, key0, n, 0, B / W);
+        } else {
+            soft_max_rows<0>(t, key0, n, static_cast<int>(g0) * NV, static_cast<int>(g1) * NV);
+        }
         add_values<V>(t, g0 * LS_ATT_LANES, g1 * LS_ATT_LANES < n ? g1 * LS_ATT_LANES : n, vals + key0 * vs, vs, next_v);
         next_v.take(next_v.left);
     }
