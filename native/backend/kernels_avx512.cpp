@@ -56,6 +56,7 @@ inline vf from_s8(const uint8_t *p) {
 }
 inline void store_f32(float *p, vf v) { _mm512_storeu_ps(p, v); }
 inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
+inline void prefetch_far(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T1); }
 
 #include "kernels_impl.h"
 

@@ -8,7 +8,8 @@
 //                          WIDE: the bytes of w may exceed 127
 //   vi  all_i32(p); vf all_f32(p); vf to_float(vi)
 //   vf  mul(a, b), fma(a, b, c) = a*b + c, fnma(a, b, c) = -a*b + c, zero_f()
-//   vf  load_f32(p), load_f16(p), load_bf16(p), from_u8(p), from_s8(p); void store_f32(p, v); void prefetch(p)
+//   vf  load_f32(p), load_f16(p), load_bf16(p), from_u8(p), from_s8(p); void store_f32(p, v)
+//   prefetch(p), prefetch_far(p)   into the first and the second level of cache
 //
 // For one row and one column the float operations are always the same ones in the same order, whatever nc, the tile or the
 // thread: that is what makes a row's result independent of how many columns are computed with it.
@@ -87,7 +88,10 @@ inline void block(const uint8_t *q, const uint8_t *s, int o, int b, const uint8_
     }
 }
 
-constexpr int kPrefetchAhead = 8192;  // bytes; measured best between 4 and 12 KB
+// Weights are fetched in two steps: 64 blocks ahead (16 to 32 KB) into the second-level cache, whose many outstanding
+// requests fill the memory's bandwidth, and from there 2 KB ahead into the first. Measured on Zen 4, one thread, one column
+// of Q4_K: 14 GB/s without, 16 with the first level alone 8 KB ahead, 29 with the second level alone, 31 with both.
+constexpr int kFarBlocks = 64, kNearBytes = 2048;
 
 template <int FI, int NC>
 void multiply_tile(const uint8_t *packed, int64_t k, int64_t groups, int64_t rows, const uint8_t *act, float *const *dst) {
@@ -103,9 +107,12 @@ void multiply_tile(const uint8_t *packed, int64_t k, int64_t groups, int64_t row
             vf acc[NC];
             for (int c = 0; c < NC; c++) acc[c] = zero_f();
             for (int64_t i = 0; i < supers; i++) {
-                for (int p = 0; p < f.scale_bytes; p += 64) prefetch(s + p + kPrefetchAhead / 8);
+                for (int p = 0; p < f.scale_bytes; p += 64) prefetch_far(s + p + kFarBlocks / blocks * f.scale_bytes);
                 for (int b = 0; b < blocks; b++) {
-                    for (int p = 0; p < block_bytes; p += 64) prefetch(q + p + kPrefetchAhead);
+                    for (int p = 0; p < block_bytes; p += 64) {
+                        prefetch_far(q + p + kFarBlocks * block_bytes);
+                        prefetch(q + p + kNearBytes);
+                    }
                     block<FI, NC>(q, s, kLanes * h, b, a, acc);
                     q += block_bytes;
                     a += act_block_bytes(NC);

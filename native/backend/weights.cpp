@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t(2) << 20;
-constexpr size_t kSlack = 16384;  // the kernels prefetch past the end
+constexpr size_t kSlack = 256;  // the last group may be read past its end by a vector
 
 // Bytes of one ne0 x ne1 matrix as it lies in our buffer.
 size_t plane_bytes(const Tensor *t) {
