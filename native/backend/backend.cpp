@@ -101,6 +101,8 @@ int backend_compute(Backend *b, Graph *graph) {
     return ctx->inner->iface.graph_compute(ctx->inner, g);
 }
 
+void backend_optimize(Backend *, Graph *graph, void *) { gather_multiplications(graph); }
+
 void set_n_threads(Backend *b, int n) {
     Context *const ctx = context_of(b);
     ctx->n_threads = n;
@@ -168,6 +170,7 @@ Backend *init_backend(Device *, const char *) {
     ctx->backend.iface.get_name = backend_name;
     ctx->backend.iface.free = backend_free;
     ctx->backend.iface.graph_compute = backend_compute;
+    ctx->backend.iface.graph_optimize = backend_optimize;
     ctx->backend.device = &ctx->device;
     ctx->backend.context = ctx.get();
     return &ctx.release()->backend;

@@ -24,6 +24,10 @@ bool is_host(const Tensor *t) {
     return !b || (b->buft->iface.is_host && b->buft->iface.is_host(b->buft));
 }
 
+bool is_view(const Tensor *t) {
+    return t->op == kOpNone || t->op == kOpReshape || t->op == kOpView || t->op == kOpPermute || t->op == kOpTranspose;
+}
+
 bool readable(const Tensor *x) { return x->type == kF32 || x->type == kF16 || x->type == kBF16; }
 
 }  // namespace
@@ -39,11 +43,30 @@ bool is_our_multiplication(const Tensor *op) {
     return is_plain(w->type) && is_host(w) && op->op_params[1] == 0;
 }
 
+void gather_multiplications(Graph *graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const Tensor *const op = graph->nodes[i];
+        if (op->op != kOpMulMat || !is_our_multiplication(op) || !in_weights_buffer(op->src[0])) continue;
+        int to = i + 1;
+        for (int j = to; j < graph->n_nodes && j <= i + kShareAhead; j++) {
+            Tensor *const later = graph->nodes[j];
+            if (later->op != kOpMulMat || later->src[1] != op->src[1] || !is_our_multiplication(later) ||
+                !in_weights_buffer(later->src[0]))
+                continue;
+            // It needs its weights and what `op` needs, nothing that is computed between the two.
+            std::memmove(graph->nodes + to + 1, graph->nodes + to, size_t(j - to) * sizeof(Tensor *));
+            graph->nodes[to++] = later;
+        }
+        i = to - 1;
+    }
+}
+
 // One custom operation of the rewritten graph.
 struct Rewriter::Step {
     Tensor tensor;
     Quantize quantize;
     Multiply multiply;
+    Step *more;  // a multiplication to do after this one without waiting for the other threads
     AttentionOp attention;
     Barrier barrier;
 };
@@ -75,9 +98,15 @@ void Rewriter::free_pieces() {
     pieces_.clear();
 }
 
-Rewriter::Step *Rewriter::new_step(const Tensor *like, CustomFn fun) {
+Rewriter::Step *Rewriter::spare_step() {
     if (used_steps_ == steps_.size()) steps_.push_back(std::make_unique<Step>());
     Step *const s = steps_[used_steps_++].get();
+    s->more = nullptr;
+    return s;
+}
+
+Rewriter::Step *Rewriter::new_step(const Tensor *like, CustomFn fun) {
+    Step *const s = spare_step();
     std::memcpy(&s->tensor, like, sizeof(Tensor));
     s->tensor.op = kOpCustom;
     s->tensor.flags |= kFlagCompute;
@@ -92,7 +121,9 @@ namespace {
 template <typename S>
 void run_quantize(Tensor *, int ith, int nth, void *step) { static_cast<S *>(step)->quantize.run(ith, nth); }
 template <typename S>
-void run_multiply(Tensor *, int ith, int nth, void *step) { static_cast<S *>(step)->multiply.run(ith, nth); }
+void run_multiply(Tensor *, int, int, void *step) {
+    for (auto *s = static_cast<S *>(step); s; s = s->more) s->multiply.run();
+}
 template <typename S>
 void run_route(Tensor *, int ith, int, void *step) {
     if (ith == 0) static_cast<S *>(step)->quantize.activations->route();
@@ -134,8 +165,12 @@ bool Rewriter::add_multiplication(const Graph *graph, int at) {
             s->quantize = Quantize{kernels_, acts};
         }
     }
-    Step *const s = new_step(op, run_multiply<Step>);
+    // Two in a row with the same activations need no barrier between them: neither reads what the other writes.
+    Step *const s = last_multiply_ && last_acts_ == acts ? spare_step() : new_step(op, run_multiply<Step>);
+    if (last_multiply_ && last_acts_ == acts) last_multiply_->more = s;
     s->multiply.set(kernels_, acts, op, n_threads_);
+    last_multiply_ = s;
+    last_acts_ = acts;
     return true;
 }
 
@@ -152,6 +187,7 @@ Graph *Rewriter::rewrite(const Graph *graph, int n_threads) {
     nodes_.clear();
     used_steps_ = used_activations_ = 0;
     multiplications = attentions = 0;
+    last_multiply_ = nullptr;
     if (pieces_.size() > kMaxPieces) free_pieces();
     for (Piece &p : pieces_) p.until = -1;
     for (int i = 0; i < graph->n_nodes; i++) {
@@ -163,8 +199,10 @@ Graph *Rewriter::rewrite(const Graph *graph, int n_threads) {
         } else if (wanted && node->op == kOpFlashAttnExt && is_our_attention(node)) {
             if (!add_attention(graph, i)) return nullptr;
             attentions++;
+            last_multiply_ = nullptr;
         } else {
             nodes_.push_back(node);
+            if (!is_view(node)) last_multiply_ = nullptr;
         }
     }
     graph_ = *graph;

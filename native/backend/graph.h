@@ -19,6 +19,9 @@ namespace ls {
 // Whether `op` is a multiplication that the kernels here can do.
 bool is_our_multiplication(const Tensor *op);
 
+// Moves multiplications of the same activations next to each other. For before memory is allocated for the graph.
+void gather_multiplications(Graph *graph);
+
 class Rewriter {
    public:
     explicit Rewriter(const Kernels *kernels);
@@ -41,6 +44,7 @@ class Rewriter {
         int until;  // the last node that needs it
     };
 
+    Step *spare_step();
     Step *new_step(const Tensor *like, CustomFn fun);
     bool add_multiplication(const Graph *graph, int at);
     bool add_attention(const Graph *graph, int at);
@@ -55,6 +59,8 @@ class Rewriter {
     std::vector<std::unique_ptr<Step>> steps_;
     std::vector<std::unique_ptr<Activations>> activations_;
     size_t used_steps_ = 0, used_activations_ = 0;
+    Step *last_multiply_ = nullptr;  // while nothing but views came after it
+    const Activations *last_acts_ = nullptr;
     std::vector<Piece> pieces_;
 };
 

@@ -160,7 +160,7 @@ void Multiply::set(const Kernels *kernels, const Activations *acts, const Tensor
     next_.store(0, std::memory_order_relaxed);
 }
 
-void Multiply::run(int, int) {
+void Multiply::run() {
     const int64_t planes = acts_->planes2 * acts_->planes3;
     for (;;) {
         const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);

@@ -62,7 +62,7 @@ struct Quantize {
 
 struct Multiply {
     void set(const Kernels *kernels, const Activations *acts, const Tensor *op, int n_threads);
-    void run(int ith, int nth);
+    void run();  // by every thread; each takes chunks until none is left
 
    private:
     void chunk(int64_t plane, int64_t group, int64_t groups) const;

@@ -155,8 +155,8 @@ static void check_kernels(const Kernels &kernels, const Format &f, int64_t k, in
             const double d = all[size_t(c * rows + r)] - sum;
             error += d * d;
         }
-    // Rounding activations to 8 bits per 32 values costs about 3e-5.
-    CHECK(error <= 1e-3 * power, "%s, type %d, k %" PRId64 ": NMSE %g", kernels.name, f.type, k, error / power);
+    // Rounding activations to 8 bits per 32 values costs about 3e-5; one block of 32 alone can lose more.
+    CHECK(error <= 3e-3 * power, "%s, type %d, k %" PRId64 ": NMSE %g", kernels.name, f.type, k, error / power);
 }
 
 static void check_extremes(const Kernels &kernels, const Format &f) {
@@ -248,7 +248,7 @@ static void check_operation(const Kernels &kernels, int type, int n_threads) {
         on_threads(threads, [&](int i) {
             quantize.run(i, threads);
             barrier.wait(threads);
-            multiply.run(i, threads);
+            multiply.run();
         });
     };
     run(out, 1);
@@ -318,7 +318,7 @@ static void check_experts(const Kernels &kernels, int type, int n_threads, bool 
     on_threads(n_threads, [&](int i) {
         quantize.run(i, n_threads);
         barrier.wait(n_threads);
-        multiply.run(i, n_threads);
+        multiply.run();
     });
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t s = 0; s < used; s++) {
