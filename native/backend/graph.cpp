@@ -121,8 +121,8 @@ namespace {
 template <typename S>
 void run_quantize(Tensor *, int ith, int nth, void *step) { static_cast<S *>(step)->quantize.run(ith, nth); }
 template <typename S>
-void run_multiply(Tensor *, int, int, void *step) {
-    for (auto *s = static_cast<S *>(step); s; s = s->more) s->multiply.run();
+void run_multiply(Tensor *, int ith, int nth, void *step) {
+    for (auto *s = static_cast<S *>(step); s; s = s->more) s->multiply.run(ith, nth);
 }
 template <typename S>
 void run_route(Tensor *, int ith, int, void *step) {

@@ -157,17 +157,22 @@ void Multiply::set(const Kernels *kernels, const Activations *acts, const Tensor
     per_chunk_ = std::max<int64_t>(1, int64_t(kChunkBytes / group));
     per_chunk_ = std::max<int64_t>(1, std::min(per_chunk_, groups_ / (int64_t(n_threads) * kChunksPerThread)));
     chunks_ = (groups_ + per_chunk_ - 1) / per_chunk_;
-    next_.store(0, std::memory_order_relaxed);
+    for (Counter &c : counters_) c.taken.store(0, std::memory_order_relaxed);
 }
 
-void Multiply::run() {
-    const int64_t planes = acts_->planes2 * acts_->planes3;
-    for (;;) {
-        const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
-        if (i >= planes * chunks_) return;
-        const int64_t plane = i / chunks_, g = i % chunks_ * per_chunk_;
-        if (acts_->plane_first[size_t(plane)] == acts_->plane_first[size_t(plane) + 1]) continue;
-        chunk(plane, g, std::min(per_chunk_, groups_ - g));
+void Multiply::run(int ith, int nth) {
+    const int64_t total = acts_->planes2 * acts_->planes3 * chunks_;
+    const int ranges = std::min(nth, kRanges);
+    for (int n = 0; n < ranges; n++) {
+        const int r = (ith + n) % ranges;
+        const int64_t first = total * r / ranges, count = total * (r + 1) / ranges - first;
+        for (;;) {
+            const int64_t i = counters_[r].taken.fetch_add(1, std::memory_order_relaxed);
+            if (i >= count) break;
+            const int64_t plane = (first + i) / chunks_, g = (first + i) % chunks_ * per_chunk_;
+            if (acts_->plane_first[size_t(plane)] == acts_->plane_first[size_t(plane) + 1]) continue;
+            chunk(plane, g, std::min(per_chunk_, groups_ - g));
+        }
     }
 }
 

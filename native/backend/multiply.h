@@ -62,7 +62,9 @@ struct Quantize {
 
 struct Multiply {
     void set(const Kernels *kernels, const Activations *acts, const Tensor *op, int n_threads);
-    void run();  // by every thread; each takes chunks until none is left
+    // By every thread. Each has a range of its own, so that what it prefetches is what it will use, and takes chunks from
+    // the others' ranges when that is done.
+    void run(int ith, int nth);
 
    private:
     void chunk(int64_t plane, int64_t group, int64_t groups) const;
@@ -75,7 +77,11 @@ struct Multiply {
     int64_t per_chunk_ = 1;    // groups that a thread takes at once
     int64_t chunks_ = 1;       // per plane
     size_t plane_bytes_ = 0;
-    std::atomic<int64_t> next_{0};
+    static constexpr int kRanges = 16;
+    struct alignas(64) Counter {
+        std::atomic<int64_t> taken{0};
+    };
+    Counter counters_[kRanges];
 };
 
 }  // namespace ls

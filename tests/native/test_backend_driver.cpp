@@ -248,7 +248,7 @@ static void check_operation(const Kernels &kernels, int type, int n_threads) {
         on_threads(threads, [&](int i) {
             quantize.run(i, threads);
             barrier.wait(threads);
-            multiply.run();
+            multiply.run(i, threads);
         });
     };
     run(out, 1);
@@ -318,7 +318,7 @@ static void check_experts(const Kernels &kernels, int type, int n_threads, bool 
     on_threads(n_threads, [&](int i) {
         quantize.run(i, n_threads);
         barrier.wait(n_threads);
-        multiply.run();
+        multiply.run(i, n_threads);
     });
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t s = 0; s < used; s++) {
