@@ -30,7 +30,6 @@ const Kernels *kernels_avx512();   // AVX512 F, BW, DQ, VL, VNNI
 const Kernels *kernels_avxvnni();  // AVX2, FMA, F16C, AVX-VNNI
 const Kernels *kernels_avx2();     // AVX2, FMA, F16C
 const Kernels *kernels_neon();     // ARMv8.2 dot product
-const Kernels *kernels_i8mm();     // and int8 matrix multiplication
 
 // The fastest table this CPU can run, or nullptr when there is none. LOCALSPEC_ISA=<name> asks for a certain one.
 const Kernels *choose_kernels();

@@ -32,3 +32,22 @@ def test_driver(sanitize: bool, request: pytest.FixtureRequest) -> None:
     done = subprocess.run([str(driver)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.startswith("ran: reference")
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
+    reason="needs a cross-compiler for 64-bit ARM and qemu-user",
+)
+def test_driver_on_arm(tmp_path: Path) -> None:
+    compiler = ["aarch64-linux-gnu-g++", "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-c"]
+    sources = [SOURCE / f"{name}.cpp" for name in ("cpu", "pack", "multiply", "kernels_ref", "kernels_neon")]
+    sources.append(Path(__file__).parent / "test_backend_driver.cpp")
+    for source in sources:
+        march = "-march=armv8.2-a+dotprod+fp16" if source.stem == "kernels_neon" else "-march=armv8-a"
+        subprocess.run([*compiler, march, str(source), "-o", str(tmp_path / f"{source.stem}.o")], check=True)
+    objects = [str(tmp_path / f"{source.stem}.o") for source in sources]
+    subprocess.run(["aarch64-linux-gnu-g++", "-static", *objects, "-o", str(tmp_path / "driver"), "-lpthread"], check=True)
+    emulator = ["qemu-aarch64", "-cpu", "max", str(tmp_path / "driver")]
+    done = subprocess.run(emulator, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "neon" in done.stdout.splitlines()[0]
