@@ -1,5 +1,6 @@
 #include "weights.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -74,6 +75,31 @@ void for_rows(const Tensor *t, int64_t row0, int64_t rows, F part) {
     for (std::thread &th : pool) th.join();
 }
 
+// Gives the memory behind a mapped model file back once it is packed: the pages stay in the system's file cache and come
+// back by themselves if they are read again. Only for read-only mappings of files, where that can lose nothing.
+void release_mapping(const void *data, size_t size) {
+#if defined(__linux__)
+    const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const uintptr_t to = (reinterpret_cast<uintptr_t>(data) + size) / page * page;
+    if (to <= from || to - from < (64 << 10)) return;
+    FILE *const maps = std::fopen("/proc/self/maps", "r");
+    if (!maps) return;
+    char line[4400], access[8];
+    unsigned long start, end, inode;
+    while (std::fgets(line, sizeof line, maps)) {
+        if (std::sscanf(line, "%lx-%lx %7s %*s %*s %lu", &start, &end, access, &inode) != 4) continue;
+        if (start > from || end < to) continue;
+        if (inode != 0 && access[0] == 'r' && access[1] != 'w')
+            madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+        break;
+    }
+    std::fclose(maps);
+#else
+    (void)data;
+    (void)size;
+#endif
+}
+
 bool whole_rows(const Tensor *t, size_t offset, size_t size, int64_t *row0, int64_t *rows) {
     const size_t row = file_row_bytes(t);
     if (offset % row || size % row) {
@@ -105,6 +131,7 @@ void set_tensor(Buffer *, Tensor *tensor, const void *data, size_t offset, size_
         pack_rows(f, static_cast<const uint8_t *>(data) + at, t->ne[0], row, n,
                   static_cast<uint8_t *>(t->data) + size_t(plane) * plane_bytes(t));
     });
+    release_mapping(data, size);
 }
 
 void get_tensor(Buffer *, const Tensor *tensor, void *data, size_t offset, size_t size) {
