@@ -33,7 +33,17 @@ def lib() -> Any:
     return _lib
 
 
+#: What keeps ggml's spinning barriers from stalling where another process wants a core: with its threads free to move, two
+#: of them land on one core and a decode takes ten to forty times as long (docs/LOG.md). A person's own settings win.
+OPENMP_SETTINGS = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_WAIT_POLICY": "active"}
+#: CPUs this process was given. OpenMP binds the calling thread to one of them when it is loaded, and what that thread
+#: starts afterwards inherits the one: see `unbound`.
+_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
 def _load() -> Any:
+    for name, value in OPENMP_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import llama_cpp.llama_cpp as binding
     except ImportError as error:
@@ -98,18 +108,22 @@ def kernels_in_use() -> str:
 
 def default_threads() -> int:
     """Threads for one model: the CPUs this process may use, at most one per physical core where that is known."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # macOS, Windows
+    if _ALLOWED is None:  # macOS, Windows
         return max(1, os.cpu_count() or 1)
     cores = set()
-    for cpu in allowed:
+    for cpu in _ALLOWED:
         try:
             with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
                 cores.add(file.read().strip())
         except OSError:
-            return max(1, len(allowed))
+            return max(1, len(_ALLOWED))
     return max(1, len(cores))
+
+
+def unbound() -> None:
+    """Give the calling thread all CPUs of this process again; for a child process before it runs (preexec_fn)."""
+    if _ALLOWED is not None:
+        os.sched_setaffinity(0, _ALLOWED)
 
 
 def has_gpu() -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from localspec import native
 from localspec.accept import Sampling
 from localspec.errors import LocalspecError
 from localspec.report import rate
@@ -50,7 +51,13 @@ class LlamaServer:
         self._log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         command = [str(binary), "--host", "127.0.0.1", "--port", str(self._port), "-np", "1", *arguments]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=native.unbound,
+            )
         except OSError as error:
             self._log.close()
             raise LocalspecError(f"{binary}: can't be started: {error.strerror or error}") from error

@@ -129,7 +129,7 @@ class TargetSession:
             raise NativeError("llama.cpp gave no logits")
         n_vocab = self.model.n_vocab
         view = (ctypes.c_float * (n * n_vocab)).from_address(address)
-        return Rows(np.frombuffer(view, np.float32).reshape(n, n_vocab))
+        return Rows(np.frombuffer(memoryview(view), np.float32).reshape(n, n_vocab))
 
     def prefill(self, seq: int, tokens: Sequence[int]) -> int:
         """Bring the cache of `seq` to exactly `tokens`, keeping the beginning that it already holds.

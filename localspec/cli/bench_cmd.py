@@ -34,7 +34,7 @@ from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 @draft_options
 @sampling_options
 @click.option("--prompts", "prompts_file", metavar="FILE", help="Prompts as JSONL. [default: six of our own]")
-@click.option("--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts, from all sources. [0: all]")
+@click.option("--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts; 0: all.")
 @click.option("-n", "--n-predict", "n_predict", type=click.IntRange(1), default=128, show_default=True, metavar="N",
               help="Tokens per prompt.")
 @click.option("--peer-llama-server", "peer", metavar="PATH",

@@ -32,7 +32,7 @@ class LmDrafter:
             target.settings, n_ctx=target.n_ctx, n_threads=settings.n_threads or target.n_threads, type_k="f16", type_v="f16"
         )
         self.session = TargetSession(model, session_settings)
-        self._target_vocab = target.model.n_vocab
+        self._n_vocab = min(model.n_vocab, target.model.n_vocab)
         self._agreed = [0] * target.settings.n_sequences  # cached tokens already held against seq.tokens, by slot
 
     def begin(self, seq: Sequence) -> None:
@@ -48,7 +48,8 @@ class LmDrafter:
             order = list(feed)
             last = np.cumsum([len(feed[i]) for i in order]) - 1
             rows = self.session.decode([(seqs[i].slot, feed[i]) for i in order])
-            logits = rows.logits if len(last) == len(rows.logits) else np.ascontiguousarray(rows.logits[last])
+            # Padding ids may exist in the draft's vocabulary only: the target could never choose them.
+            logits = np.ascontiguousarray(rows.logits[last, : self._n_vocab])
             with_q = self.rule == "reject"
             drawn = draw(
                 logits,
@@ -62,15 +63,17 @@ class LmDrafter:
             feed = {}
             for row, i in enumerate(order):
                 token, prob = int(drawn.tokens[row]), float(drawn.probs[row])
-                # Padding ids may exist in one vocabulary only; the target could never choose them.
-                if prob < self.p_min or token >= self._target_vocab:
+                unsure = prob < self.p_min
+                # Under `reject` a token must be judged once it is drawn: dropping it for its own low probability would
+                # skew what the target samples in its place.
+                if unsure and not with_q:
                     continue
                 tokens[i].append(token)
                 probs[i].append(prob)
                 if with_q and drawn.q_starts is not None and drawn.q_ids is not None and drawn.q_probs is not None:
                     a, b = drawn.q_starts[row], drawn.q_starts[row + 1]
                     dists[i].append((drawn.q_ids[a:b], drawn.q_probs[a:b]))
-                if len(tokens[i]) < ks[i]:
+                if len(tokens[i]) < ks[i] and not unsure:
                     feed[i] = [token]
         return [_draft(tokens[i], probs[i], dists[i]) for i in range(len(seqs))]
 
