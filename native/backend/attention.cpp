@@ -117,7 +117,7 @@ extern "C" bool ls_attention_supported(const ls_attention_args * a) {
     if (a->nb_dst[0] != 4) {
         return false;
     }
-    if (a->mask.data == nullptr) {
+    if (a->mask.ne[0] == 0) { // not its data: a graph is asked about before it has memory
         return !(a->max_bias > 0);
     }
     const auto & m = a->mask;

@@ -31,7 +31,7 @@ typedef struct ls_attention_args {
     ls_att_tensor q;     // f32 [DK, n_q, n_head, n_seq]
     ls_att_tensor k;     // k_type [DK, n_kv, n_head_k, n_seq_k]
     ls_att_tensor v;     // v_type [DV, n_kv, n_head_v, n_seq_v]
-    ls_att_tensor mask;  // f16 [>= n_kv, >= n_q, divides n_head, divides n_seq]; data NULL: every key is visible
+    ls_att_tensor mask;  // f16 [>= n_kv, >= n_q, divides n_head, divides n_seq]; all zero: every key is visible
     const float * sinks; // f32 [n_head] or NULL: one logit per head that takes probability and gives no value
     void *        dst;   // f32 [DV, n_head, n_q, n_seq], note the order
     size_t        nb_dst[4];

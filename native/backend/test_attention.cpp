@@ -385,6 +385,10 @@ void check_unsupported() {
     const shape s{ 64, 64, 6, 2, 2, 4, 40 };
     problem     ok(s);
     if (!ls_attention_supported(&ok.a)) fail("supported", "-", s);
+    problem planned(s);
+    planned.a.max_bias    = 8;
+    planned.a.mask.data   = nullptr; // a graph that has no memory yet
+    if (!ls_attention_supported(&planned.a)) fail("supported before it has memory", "-", s);
     auto refuse = [&](const char * what, void (*change)(ls_attention_args &)) {
         problem p(s);
         change(p.a);
@@ -396,7 +400,7 @@ void check_unsupported() {
     refuse("heads that don't divide", [](ls_attention_args & a) { a.k.ne[2] = 4; });
     refuse("transposed values", [](ls_attention_args & a) { a.v.nb[0] = 80; });
     refuse("a short mask", [](ls_attention_args & a) { a.mask.ne[0] = 39; });
-    refuse("ALiBi without mask", [](ls_attention_args & a) { a.max_bias = 8, a.mask.data = nullptr; });
+    refuse("ALiBi without mask", [](ls_attention_args & a) { a.max_bias = 8, a.mask = {}; });
     refuse("no keys", [](ls_attention_args & a) { a.k.ne[1] = a.v.ne[1] = 0; });
     refuse("q8_0 rows of 40", [](ls_attention_args & a) { a.k_type = LS_ATT_Q8_0, a.k.nb[0] = 34, a.k.ne[0] = a.q.ne[0] = 40; });
 }
