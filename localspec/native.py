@@ -11,9 +11,10 @@ import collections
 import ctypes
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-from localspec.errors import NativeError
+from localspec.errors import NativeError, UsageError
 
 #: llama.cpp's commit inside llama-cpp-python 0.3.36; unstable symbols and struct layouts are those of this commit.
 LLAMA_COMMIT = "0c1e570"
@@ -33,9 +34,11 @@ def lib() -> Any:
     return _lib
 
 
-#: What keeps ggml's spinning barriers from stalling where another process wants a core: with its threads free to move, two
-#: of them land on one core and a decode takes ten to forty times as long (docs/LOG.md). A person's own settings win.
-OPENMP_SETTINGS = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_WAIT_POLICY": "active"}
+#: What keeps ggml's spinning barriers from stalling where another process wants a core. With its threads free to move, two
+#: of them land on one core, and with endless spinning a thread burns the time slice that its partner needs: a decode then
+#: takes ten to forty times as long (docs/LOG.md). So threads stay where they are and spin for some ten microseconds
+#: before they sleep. A person's own settings win.
+OPENMP_SETTINGS = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_SPINCOUNT": "10000"}
 #: CPUs this process was given. OpenMP binds the calling thread to one of them when it is loaded, and what that thread
 #: starts afterwards inherits the one: see `unbound`.
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -101,9 +104,51 @@ def last_log_error() -> str:
     return "; ".join(dict.fromkeys(line for line in cleaned if line))
 
 
+KERNELS = ("auto", "stock", "localspec")
+_PLUGIN = {"darwin": "libggml-localspec.dylib", "win32": "ggml-localspec.dll"}.get(sys.platform, "libggml-localspec.so")
+
+
+def backend_path() -> Path:
+    """Where our ggml plug-in lies. Raises NativeError where this installation has none."""
+    try:
+        from localspec import _verify
+    except ImportError:
+        raise NativeError("localspec was installed without its native part: pip install it again") from None
+    path = Path(_verify.__file__).parent / "lib" / _PLUGIN
+    if not path.is_file():
+        raise NativeError(f"{path}: this installation has no plug-in: pip install localspec again")
+    return path
+
+
+def use_kernels(choice: str, n_gpu_layers: int = 0) -> None:
+    """Register our kernels with ggml, for the life of the process; call it before a model is loaded.
+
+    ``stock`` leaves llama.cpp alone. ``auto`` uses ours where this CPU has the instructions and no layer goes to a GPU;
+    ``localspec`` raises NativeError where they can't be used.
+    """
+    if choice not in KERNELS:
+        raise UsageError(f"--kernels {choice}: one of {', '.join(KERNELS)}")
+    if choice == "stock" or kernels_in_use() != "stock":
+        return
+    if n_gpu_layers != 0 and has_gpu():
+        if choice == "localspec":
+            raise NativeError("--kernels localspec serves CPUs: leave --n-gpu-layers out")
+        return
+    try:
+        load = lib()._lib.ggml_backend_load
+        load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
+        if load(os.fsencode(backend_path())) is None:
+            raise NativeError("ggml refused our kernels: this CPU lacks the instructions they need")
+    except NativeError:
+        if choice == "localspec":
+            raise
+
+
 def kernels_in_use() -> str:
-    """Which multiplication kernels serve the CPU: ``stock`` are llama.cpp's own."""
-    return "stock"
+    """Which multiplication kernels serve the CPU: ``stock`` are llama.cpp's own, ``localspec`` ours."""
+    by_name = lib()._lib.ggml_backend_reg_by_name
+    by_name.argtypes, by_name.restype = [ctypes.c_char_p], ctypes.c_void_p
+    return "stock" if by_name(b"LOCALSPEC") is None else "localspec"
 
 
 def default_threads() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def target_path(choice: ModelChoice) -> Path:
         return Path(choice.target)
     from localspec.default_model import default_model
 
-    path = default_model(progress=say if sys.stderr.isatty() else None)
+    path = default_model(progress=say)
     say(f"no --target given, using the default model {path.name}")
     return path
 
@@ -73,7 +72,8 @@ def draft_path(choice: ModelChoice) -> Path | None:
 
 
 def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, TargetSession]:
-    """Load the target and make its context."""
+    """Load the target and make its context, with the kernels that were asked for."""
+    native.use_kernels(choice.kernels, choice.n_gpu_layers)
     model = Model(target_path(choice), "target", choice.n_gpu_layers)
     s = choice.session
     settings = SessionSettings(s.n_ctx, n_sequences, s.n_batch, s.n_threads, s.type_k, s.type_v, s.flash_attention)

@@ -44,7 +44,9 @@ model_options = _stack(
     click.option("-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto", help="Flash attention."),
     click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE", help="Type of cached keys."),
     click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE", help="Type of cached values."),
-)
+    click.option("--kernels", type=click.Choice(["auto", "stock", "localspec"]), default="auto", show_default=True,
+                 help="CPU kernels: llama.cpp's own or ours."),
+)  # fmt: skip
 
 draft_options = _stack(
     click.option("-md", "--draft", "--model-draft", "draft", metavar="FILE", help="The draft model (GGUF)."),
@@ -85,6 +87,7 @@ class ModelChoice:
     hf: str | None
     session: SessionSettings
     n_gpu_layers: int
+    kernels: str = "auto"
     draft: str | None = None
     hfd: str | None = None
     n_gpu_layers_draft: int = 0
