@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from localspec import native
 from localspec.control import DEFAULT_N_MAX
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile, require_model
@@ -43,15 +44,21 @@ Rows = list[tuple[str, str]]
 )
 @click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE", help="Type of cached keys.")
 @click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE", help="Type of cached values.")
+@click.option("--kernels", type=click.Choice(native.KERNELS), default="auto", show_default=True, help="CPU kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect_cmd(target: str, draft: str | None, n_ctx: int, type_k: str, type_v: str, as_json: bool) -> None:  # fmt: skip
+def inspect_cmd(
+    target: str, draft: str | None, n_ctx: int, type_k: str, type_v: str, kernels: str, as_json: bool
+) -> None:
     """Say what GGUF files are, and whether DRAFT can draft for TARGET.
 
     Reads the files only; nothing is loaded. Exit code 2 if a file can't be used or the pair doesn't fit.
     """
     if n_ctx < 0:
         raise UsageError(f"--ctx-size must be positive, not {n_ctx}")
-    report = inspect_files(Path(target), Path(draft) if draft else None, n_ctx, type_k, type_v)
+    native.use_kernels(kernels)
+    report = inspect_files(
+        Path(target), Path(draft) if draft else None, n_ctx, type_k, type_v, native.kernels_in_use()
+    )
     if as_json:
         click.echo(json.dumps(report.as_json()))
     else:

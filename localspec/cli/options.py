@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from localspec import native
 from localspec.accept import Sampling
 from localspec.control import DEFAULT_N_MAX
 from localspec.errors import UsageError
@@ -44,7 +45,7 @@ model_options = _stack(
     click.option("-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto", help="Flash attention."),
     click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE", help="Type of cached keys."),
     click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE", help="Type of cached values."),
-    click.option("--kernels", type=click.Choice(["auto", "stock", "localspec"]), default="auto", show_default=True,
+    click.option("--kernels", type=click.Choice(native.KERNELS), default="auto", show_default=True,
                  help="CPU kernels: llama.cpp's own or ours."),
 )  # fmt: skip
 
