@@ -34,6 +34,23 @@ struct Job {
     }
 };
 
+// The CPUs that this process had when the extension was loaded. An OpenMP runtime loaded later may bind the calling
+// thread to one of them; the workers must not inherit that.
+struct Cpus {
+#ifdef __linux__
+    cpu_set_t set;
+    bool known = sched_getaffinity(0, sizeof set, &set) == 0;
+    int count() const { return known ? CPU_COUNT(&set) : 1; }
+    void take() const {
+        if (known) sched_setaffinity(0, sizeof set, &set);
+    }
+#else
+    int count() const { return static_cast<int>(std::thread::hardware_concurrency()); }
+    void take() const {}
+#endif
+};
+const Cpus cpus{};
+
 struct Pool {
     std::mutex mutex;
     std::condition_variable wake;
@@ -53,6 +70,7 @@ struct Pool {
     }
 
     void serve() {
+        cpus.take();
         uint64_t seen = 0;
         for (;;) {
             std::shared_ptr<Job> mine;
@@ -98,14 +116,6 @@ Pool & pool() {
     return *made;
 }
 
-int usable_cpus() {
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-    return static_cast<int>(std::thread::hardware_concurrency());
-}
-
 }  // namespace
 
 void set_threads(int n) { n_asked.store(n); }
@@ -116,7 +126,7 @@ void run_tasks(int64_t n, bool gain, const std::function<void(int64_t)> & task) 
     if (asked > 0) {
         threads = asked;
     } else if (gain) {
-        static const int most = usable_cpus() < kMostThreads ? usable_cpus() : kMostThreads;
+        static const int most = cpus.count() < kMostThreads ? cpus.count() : kMostThreads;
         threads = most;
     }
     if (threads > n) threads = n;
