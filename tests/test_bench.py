@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localspec.curve import Curve
+from localspec.curve import Curve, measure_curves
 from localspec.errors import UsageError
 from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 
@@ -97,6 +100,73 @@ def test_curve(cli: Any, smollm2: Path) -> None:
     assert result["ratio"][0] == 1
     assert np.isclose(result["ratio"][3], result["ms"][3] / result["ms"][0])
     assert result["kernels"]
+
+
+def test_curve_of_both_kernels(cli: Any, smollm2: Path) -> None:
+    done = cli("curve", "--compare", "-m", str(smollm2), "--rounds", "1", "--sizes", "2,4", "--context", "20")
+    assert done.rc == 0, done.stderr
+    assert done.stderr == ""
+    assert "localspec/stock" in done.stdout
+    result = last_json(done.stdout)
+    for side in ("stock", "localspec"):
+        curve = result[side]
+        assert curve["n"] == [1, 2, 4]
+        assert curve["ratio"] == pytest.approx([ms / curve["ms"][0] for ms in curve["ms"]])
+        assert min(curve["ms"]) > 0
+    assert result["stock"]["ms"] != result["localspec"]["ms"]
+    assert result["settings"] == {
+        "target": str(smollm2), "threads": result["settings"]["threads"], "context": 20, "rounds": 1,
+        "flash_attention": "auto", "type_k": "f16", "type_v": "f16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (["--compare", "--context", "5000"], "--ctx-size"),  # found by a child
+        (["--compare", "--kernels", "stock"], "leave --kernels out"),
+        (["--sizes", "1,many"], "--sizes"),
+        (["--sizes", "0,1"], "0 tokens"),
+        (["--sizes", "600"], "at most 512"),
+    ],
+)
+def test_curves_that_cannot_be_measured(cli: Any, smollm2: Path, arguments: list[str], needle: str) -> None:
+    done = cli("curve", "-m", str(smollm2), *arguments)
+    assert done.rc == 2
+    assert done.stdout == ""
+    assert needle in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_sides_are_measured_in_turn() -> None:
+    order: list[str] = []
+    times = {"a": iter([9.0, 1.0, 5.0, 2.0]), "b": iter([9.0, 4.0, 4.0, 7.0])}
+
+    def measure(name: str) -> list[float]:
+        order.append(name)
+        return [next(times[name])]
+
+    sides = {name: ((1,), lambda name=name: measure(name)) for name in times}
+    curves = measure_curves(sides, rounds=3, pause=0)
+    assert order == list("abbaabba")
+    assert (curves["a"].ms, curves["b"].ms) == ((2.0,), (4.0,))  # medians; the first round has only warmed up
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for child processes in /proc")
+def test_ctrl_c_ends_the_measuring_processes(smollm2: Path) -> None:
+    command = [sys.executable, "-m", "localspec", "curve", "--compare", "-m", str(smollm2), "--rounds", "1000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    known = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    children: list[str] = []
+    while len(children) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        children = known.read_text().split()
+    assert len(children) == 2
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.strip()) == (130, "localspec: interrupted")
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
 FAKE_SERVER = """#!{python}

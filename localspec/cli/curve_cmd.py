@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -10,38 +13,120 @@ from rich.console import Console
 from rich.table import Table
 
 from localspec import native
-from localspec.cli.loading import open_target
-from localspec.cli.options import model_options, take_models
+from localspec.cli.loading import open_target, target_path
+from localspec.cli.options import ModelChoice, model_options, take_models
 from localspec.cli.progress import bar
-from localspec.curve import measure_curve
+from localspec.curve import DEFAULT_SIZES, Child, Curve, Probe, measure_curves
+from localspec.errors import UsageError
+
+#: What --compare sets beside each other.
+SIDES = ("stock", "localspec")
+
+
+def _sizes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    if value is None:
+        return DEFAULT_SIZES
+    try:
+        sizes = tuple(sorted({1, *(int(part) for part in value.split(","))}))
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is not a list of numbers such as 1,2,4,8") from None
+    if sizes[0] < 1:
+        raise click.BadParameter(f"{sizes[0]} tokens can't be decoded")
+    return sizes
 
 
 @click.command("curve")
 @model_options
+@click.option("--sizes", callback=_sizes, metavar="N,N,...",
+              help="Block sizes; 1 is always measured. [default: 1 to 16 and 32]")
 @click.option("--context", "n_context", type=click.IntRange(1), default=128, show_default=True, metavar="N",
               help="Tokens already in the cache.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, metavar="N", help="Decodes of each size.")
-def curve_cmd(n_context: int, rounds: int, **options: Any) -> None:  # fmt: skip
-    """Measure the cost curve t(n): the time of one decode of n tokens, n = 1..16 and 32.
+@click.option("--compare", is_flag=True, help="Measure llama.cpp's own kernels and ours, in turn.")
+@click.option("--serve", is_flag=True, hidden=True, help="Measure one round for each line of standard input.")
+def curve_cmd(
+    sizes: tuple[int, ...], n_context: int, rounds: int, compare: bool, serve: bool, **options: Any
+) -> None:  # fmt: skip
+    """Measure the cost curve t(n): the time of one decode of n tokens.
 
     The ceiling is what a free, perfect draft would give. A table, then one line of JSON.
     """
     choice = take_models(options)
+    if compare:
+        if choice.kernels != "auto":
+            raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
+        _compare(choice, sizes, n_context, rounds)
+        return
     model, session = open_target(choice)
     try:
+        if serve:
+            _serve(Probe(session, sizes, n_context), model.description, session.n_threads)
+            return
+        probe = Probe(session, sizes, n_context)
         with bar("rounds", rounds + 1) as advance:
-            curve = measure_curve(session, n_context=n_context, rounds=rounds, progress=lambda done, of: advance(""))
+            curve = measure_curves({"": (sizes, probe.round)}, rounds, progress=lambda done, of: advance(""))[""]
         best, at = curve.ceiling
-        table = Table(title=f"{model.description}, {session.n_threads} threads, {n_context} tokens of context")
-        for heading in ("n", "ms", "t(n)/t(1)", "most gain"):
-            table.add_column(heading, justify="right")
+        table = _table(model.description, session.n_threads, n_context, ("n", "ms", "t(n)/t(1)", "most gain"))
         for n, ms, ratio in zip(curve.n, curve.ms, curve.ratio):
             table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{n / ratio:.2f}x")
         console = Console()
         console.print(table)
         console.print(f"ceiling {best:.2f}x with blocks of {at}; kernels: {native.kernels_in_use()}")
         settings = {"target": str(model.path), "threads": session.n_threads, "context": n_context, "rounds": rounds}
-        click.echo(json.dumps({**curve.as_json(), "kernels": native.kernels_in_use(), "settings": settings}))
+        line = {**curve.as_json(), "prefill_ms": probe.prefill_ms, "kernels": native.kernels_in_use()}
+        click.echo(json.dumps({**line, "settings": settings}))
     finally:
         session.close()
         model.close()
+
+
+def _table(description: str, n_threads: int, n_context: int, headings: Sequence[str]) -> Table:
+    table = Table(title=f"{description}, {n_threads} threads, {n_context} tokens of context")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _serve(probe: Probe, description: str, n_threads: int) -> None:
+    """The child's side of `localspec.curve.Child`."""
+    ready = {"prefill_ms": probe.prefill_ms, "kernels": native.kernels_in_use()}
+    click.echo(json.dumps({**ready, "description": description, "threads": n_threads}))
+    for _ in sys.stdin:
+        click.echo(json.dumps(probe.round()))
+
+
+def _compare(choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int) -> None:
+    target = str(target_path(choice))
+    s = choice.session
+    arguments = [
+        "curve", "--serve", "-m", target, "-c", str(s.n_ctx), "-t", str(s.n_threads), "-ngl", str(choice.n_gpu_layers),
+        "-fa", s.flash_attention, "-ctk", s.type_k, "-ctv", s.type_v, "--context", str(n_context),
+        "--sizes", ",".join(map(str, sizes)),
+    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        # One after the other: while one loads and reads its context, the other is not there yet or waits.
+        children = {name: stack.enter_context(Child([*arguments, "--kernels", name])) for name in SIDES}
+        advance = stack.enter_context(bar("rounds", rounds + 1))
+        curves = measure_curves(
+            {name: (sizes, child.round) for name, child in children.items()}, rounds, lambda done, of: advance("")
+        )
+        ready = {name: child.ready for name, child in children.items()}
+    stock, ours = (curves[name] for name in SIDES)
+    headings = ("n", "stock ms", "t(n)/t(1)", "localspec ms", "t(n)/t(1)", "localspec/stock")
+    table = _table(ready["stock"]["description"], ready["stock"]["threads"], n_context, headings)
+    for n, ms, ratio, our_ms, our_ratio in zip(stock.n, stock.ms, stock.ratio, ours.ms, ours.ratio):
+        table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{our_ms:.2f}", f"{our_ratio:.2f}", f"{our_ms / ms:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{n_context} tokens of context read in {ready['stock']['prefill_ms']:.0f} ms and "
+        f"{ready['localspec']['prefill_ms']:.0f} ms"
+    )
+    line = {name: {**_side(curves[name]), "prefill_ms": ready[name]["prefill_ms"]} for name in SIDES}
+    settings = {"target": target, "threads": ready["stock"]["threads"], "context": n_context, "rounds": rounds}
+    settings |= {"flash_attention": s.flash_attention, "type_k": s.type_k, "type_v": s.type_v}
+    click.echo(json.dumps({**line, "settings": settings}))
+
+
+def _side(curve: Curve) -> dict[str, Any]:
+    return {"n": list(curve.n), "ms": list(curve.ms), "ratio": list(curve.ratio)}
