@@ -1,6 +1,6 @@
 """Is greedy speculation exactly lossless over a long run? Outside the suite: it takes minutes on a laptop.
 
-    python tests/long_lossless.py TARGET DRAFT PROMPTS.jsonl [--tokens 10000] [--n-predict 128] [--seconds S]
+    python tests/long_lossless.py TARGET DRAFT PROMPTS.jsonl [--tokens 10000] [--n-predict 128] [--seconds S] [--start N]
 
 Every prompt is written plainly and with the draft, n_max 1 to 8 in turn, until so many drafted-for tokens are compared;
 prints one JSON line and ends with 1 if a text differs.
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     native.use_kernels(options.kernels)
     prompts = spread(read_prompts(options.prompts), 0)
     ended = time.monotonic() + options.seconds
-    n_tokens = n_accepted = n_prompts = turn = 0
+    n_tokens = n_accepted = 0
+    turn = options.start
     difference: dict[str, int] | None = None
     with Model(options.target) as model, TargetSession(model, SessionSettings(n_ctx=2048)) as session:
         template = ChatTemplate.of(model)
@@ -66,10 +67,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             n_tokens += len(text)
             n_accepted += accepted
             turn += 1
-        n_prompts = turn
         drafter.close()
     return {
-        "tokens": n_tokens, "prompts": n_prompts, "identical": difference is None, "first_difference": difference,
+        "tokens": n_tokens, "prompts": turn - options.start, "identical": difference is None, "first_difference": difference,
         "accepted": n_accepted, "kernels": native.kernels_in_use(),
     }  # fmt: skip
 
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--n-predict", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after the prompt during which these pass")
+    parser.add_argument("--start", type=int, default=0, help="begin with this prompt: to go on where a run ended")
     parser.add_argument("--kernels", choices=native.KERNELS, default="localspec")
     result = run(parser.parse_args())
     print(json.dumps(result))
