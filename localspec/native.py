@@ -111,10 +111,10 @@ _PLUGIN = {"darwin": "libggml-localspec.dylib", "win32": "ggml-localspec.dll"}.g
 def backend_path() -> Path:
     """Where our ggml plug-in lies. Raises NativeError where this installation has none."""
     try:
-        from localspec import _verify
+        import localspec._verify as extension
     except ImportError:
         raise NativeError("localspec was installed without its native part: pip install it again") from None
-    path = Path(_verify.__file__).parent / "lib" / _PLUGIN
+    path = Path(extension.__file__).parent / "lib" / _PLUGIN
     if not path.is_file():
         raise NativeError(f"{path}: this installation has no plug-in: pip install localspec again")
     return path
