@@ -5,8 +5,11 @@ A smaller copy of a model is the simplest draft for it: it shares the tokenizer 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from localspec import native
@@ -44,6 +47,8 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
         raise UsageError(f"--quant {quant}: unknown; one of {', '.join(QUANTS)}")
     gguf = GGUFFile.open(source, "model")
     require_model(gguf, "model")
+    if not target.name or (target.exists() and not target.is_file()):
+        raise UsageError(f"{target}: not a regular file; name the .gguf file to write")
     if target.exists() and (not overwrite or target.samefile(source)):
         raise UsageError(f"{target} exists: name another file" + ("" if overwrite else " or give --force"))
     if not target.parent.is_dir():
@@ -56,13 +61,49 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     native.clear_log()
     try:
-        status = lib.llama_model_quantize(os.fsencode(source), os.fsencode(partial), ctypes.byref(params))
+        _remove_leftovers(target)
+        partial.touch()  # llama.cpp would not say why it can't
+        status = _in_thread(
+            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(partial), ctypes.byref(params))
+        )
         if status != 0:
-            raise ModelFileError(f"{source}: llama.cpp can't write it as {name}: {native.last_log_error() or status}")
+            reason = native.last_log_error() or str(status)
+            if "iostream" in reason:
+                raise LocalspecError(f"{target}: writing failed: is the disk full, or the size of files limited?")
+            raise ModelFileError(f"{source}: llama.cpp can't write it as {name}: {reason}")
         GGUFFile.open(partial, "result")
         os.replace(partial, target)
     except OSError as error:
         raise LocalspecError(f"{target}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return target.stat().st_size
+
+
+def _in_thread(work: Callable[[], int]) -> int:
+    """The result of `work`. Ctrl-C ends the wait at once; inside of llama.cpp's calls of its log it would be lost."""
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    return results[0] if results else -1
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Unfinished files of conversions to `target` that were killed."""
+    for path in target.parent.iterdir():
+        pid = path.name.removeprefix(f".{target.name}.").removesuffix(".part")
+        if path.name == f".{target.name}.{pid}.part" and pid.isdigit() and not _is_alive(int(pid)):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True  # somebody else's
+    return True
