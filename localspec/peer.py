@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -73,7 +75,7 @@ class LlamaServer:
             if self._process.poll() is not None:
                 raise LocalspecError(f"{binary}: ended with code {self._process.returncode}: {self._last_line()}")
             try:
-                if self._ask("GET", "/health")[0] == 200:
+                if self._ask("GET", "/health", timeout=10)[0] == 200:
                     return
             except (OSError, http.client.HTTPException):
                 pass
@@ -81,13 +83,13 @@ class LlamaServer:
         raise LocalspecError(f"{binary}: not ready after {_START_TIMEOUT:.0f} s: {self._last_line()}")
 
     def _last_line(self) -> str:
-        self._log.seek(0)
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - (1 << 16)))
         lines = self._log.read().decode("utf-8", "replace").split("\n")
         wrong = [line for line in lines if "error" in line.lower()] or [line for line in lines if line.strip()]
-        return wrong[-1].strip() if wrong else "it printed nothing"
+        return wrong[-1].strip()[-300:] if wrong else "it printed nothing"
 
-    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+    def _ask(self, method: str, path: str, body: Any = None, timeout: float = 600) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
         try:
             data = json.dumps(body) if body is not None else None
             connection.request(method, path, data, {"Content-Type": "application/json"})
@@ -113,10 +115,22 @@ class LlamaServer:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        status, answer = self._ask("POST", "/completion", body)
+        try:
+            status, answer = self._ask("POST", "/completion", body)
+        except (OSError, http.client.HTTPException) as error:
+            # From a server that dies the connection ends first.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)
+            state = "does not answer" if self._process.poll() is None else f"ended with code {self._process.returncode}"
+            reason = str(error) or type(error).__name__
+            raise LocalspecError(f"llama-server {state} ({reason}); its log ends: {self._last_line()}") from error
         if status != 200:
             raise LocalspecError(f"llama-server answered {status}: {answer[:200].decode('utf-8', 'replace')}")
-        result: dict[str, Any] = json.loads(answer)
+        try:
+            result: dict[str, Any] = json.loads(answer)
+            result["timings"]["predicted_n"], result["timings"]["predicted_ms"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise LocalspecError("llama-server's answer is not its own kind of JSON; is it a llama-server?") from error
         return result
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     optionally `source`. Raises UsageError that names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
@@ -59,11 +59,15 @@ def _parse(line: str, where: str) -> Prompt:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in thousands of brackets
+        raise UsageError(f"{where}: JSON that can't be read ({error})") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: an object with 'turns', 'messages' or 'prompt' is needed")
     turns = _turns(entry)
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UsageError(f"{where}: 'turns', 'messages' or 'prompt' must hold text")
+    if any("\ud800" <= c <= "\udfff" for turn in turns for c in turn):
+        raise UsageError(f"{where}: half a character (a lone \\ud800 to \\udfff); write the character, or both halves")
     return Prompt(str(entry.get("source", "prompts")), tuple(turns))
 
 

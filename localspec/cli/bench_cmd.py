@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from localspec.bench import Group, Result, run_bench
 from localspec.cli.loading import Loaded, open_engine
@@ -58,7 +59,7 @@ def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | 
         plain = Engine(loaded.session, rule=choice.rule)
         settings = _settings(loaded, choice, asdict(sampling), prompts, prompts_file, n_predict)
         with contextlib.ExitStack() as stack:
-            peers = stack.enter_context(Peers(Path(peer), settings, sampling)) if peer else None
+            peers = stack.enter_context(Peers(Path(peer).absolute(), settings, sampling)) if peer else None
             advance = stack.enter_context(bar("prompts", len(prompts)))
             result = run_bench(
                 plain,
@@ -109,9 +110,9 @@ def _settings(
 def _table(result: Result, drafter: str, peers: Peers | None) -> None:
     table = Table(title=f"plain against {drafter}")
     table.add_column("source", no_wrap=True)
-    for heading in ("n", "plain tok/s", "spec tok/s", "speed-up", "accepted", "per verify"):
+    for heading in ("n", "plain tok/s", "spec tok/s", "speed-up", "kept", "per verify"):
         table.add_column(heading, justify="right")
-    table.add_column("identical")
+    table.add_column("same text")
     for name, group in result.by_source.items():
         _row(table, name, group)
     table.add_section()
@@ -135,7 +136,7 @@ def _row(table: Table, name: str, group: Group) -> None:
     accepted = "-" if stats.acceptance is None else f"{stats.acceptance:.2f}"
     n_different = len(group.differences)
     table.add_row(
-        name,
+        Text(name),  # from a file: its brackets are no markup
         str(group.n),
         f"{group.plain.tok_per_s():.1f}",
         f"{group.spec.tok_per_s():.1f}",
