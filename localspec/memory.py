@@ -11,6 +11,7 @@ dropped by the system, so they are not counted twice here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -58,6 +59,21 @@ def memory_needed(
     kv = _attention_cache(gguf, n_ctx, _BYTES[type_k], _BYTES[type_v], n_seq, n_ubatch)
     kv += _recurrent_state(gguf) * n_seq
     return MemoryNeed(weights, kv, _compute(gguf, n_ctx, n_ubatch, n_seq))
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take without swapping, the limit of its control group included; None where the
+    system doesn't tell (only Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        return free
 
 
 def windowed_layers(gguf: GGUFFile) -> list[bool]:

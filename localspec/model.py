@@ -27,6 +27,7 @@ class Model:
         self.gguf = GGUFFile.open(path, role)
         require_model(self.gguf, role)
         self.path = Path(path)
+        self.n_gpu_layers = n_gpu_layers
         lib = native.lib()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
