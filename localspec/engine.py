@@ -155,10 +155,11 @@ class Engine:
 
     # -- starting and ending -------------------------------------------------------------------------------------------
 
-    def start(self, request: Request, slot: int | None = None) -> int:
+    def start(self, request: Request, slot: int | None = None, stopped: Callable[[], bool] = lambda: False) -> int:
         """Take up a request in a free slot (or the one named, keeping what its cache shares with the prompt).
 
-        Computes the prompt but for its last token, which becomes the pending one. Returns the slot.
+        Computes the prompt but for its last token, which becomes the pending one. Returns the slot. Once `stopped` has
+        said True the prompt may be in the cache in part only: no step may follow.
         """
         if not request.prompt:
             raise UsageError("the prompt is empty: give at least one token")
@@ -175,9 +176,9 @@ class Engine:
             raise UsageError("every sequence of this session is busy")
         stats = Stats(n_prompt=len(request.prompt))
         began = time.perf_counter()
-        stats.n_prompt_computed = self.session.prefill(slot, request.prompt[:-1])
+        stats.n_prompt_computed = self.session.prefill(slot, request.prompt[:-1], stopped)
         seq = Sequence(slot, request.key, request.sampling, list(request.prompt), len(request.prompt))
-        if self.drafter is not None:
+        if self.drafter is not None and not stopped():
             self.drafter.begin(seq)
         stats.t_prompt = time.perf_counter() - began
         n_left = request.max_tokens if request.max_tokens is not None else self.session.n_ctx
@@ -202,10 +203,10 @@ class Engine:
     def generate(self, request: Request, stopped: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         """Write one text, step by step, in slot 0. The last step carries the stop reason.
 
-        `stopped` is asked between steps; True ends the text with ``interrupted``. The counts are at `stats(0)` until
-        `finish(0)` is called.
+        `stopped` is asked between pieces of the prompt and between steps; True ends the text with ``interrupted``. The
+        counts are at `stats(0)` until `finish(0)` is called.
         """
-        slot = self.start(request, slot=0)
+        slot = self.start(request, slot=0, stopped=stopped)
         while True:
             if stopped():
                 yield Step(slot, self._rest(self._running[slot]), "interrupted")

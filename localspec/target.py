@@ -7,13 +7,14 @@ same class serves a draft model that is an ordinary language model: it, too, nee
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from localspec import native
 from localspec.errors import ContextFullError, LocalspecError, NativeError, UsageError
+from localspec.memory import available_memory, memory_needed
 from localspec.model import Model
 
 #: ggml's cache types that a user may name with -ctk/-ctv, as llama.cpp does.
@@ -68,6 +69,7 @@ class TargetSession:
         self.n_threads = settings.n_threads or native.default_threads()
         if settings.n_sequences < 1 or settings.n_sequences > lib.llama_max_parallel_sequences():
             raise UsageError(f"{settings.n_sequences} sequences: llama.cpp allows {lib.llama_max_parallel_sequences()}")
+        self._check_memory(n_ctx)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx * settings.n_sequences
         params.n_batch = params.n_ubatch = settings.n_batch
@@ -92,6 +94,19 @@ class TargetSession:
         self.tokens: list[list[int]] = [[] for _ in range(settings.n_sequences)]
         self._make_batch(self.n_batch)
         self._can_roll_back: bool | None = None
+
+    def _check_memory(self, n_ctx: int) -> None:
+        """Refuse a cache that can't fit: the system would grant it, and kill something when it is filled."""
+        free = available_memory()
+        if free is None or self.model.n_gpu_layers != 0:
+            return
+        s = self.settings
+        need = memory_needed(self.model.gguf, n_ctx, s.type_k, s.type_v, s.n_sequences, s.n_batch).kv
+        if need > free:
+            raise UsageError(
+                f"{self.model.path}: a context of {n_ctx} tokens needs {need / 1e9:.1f} GB for its cache, "
+                f"{free / 1e9:.1f} GB are free: give a smaller --ctx-size, or -ctk q8_0 -ctv q8_0"
+            )
 
     def _make_batch(self, n: int) -> None:
         """Buffers of one llama_batch, filled in place for every decode: no allocation in a step."""
@@ -131,14 +146,16 @@ class TargetSession:
         view = (ctypes.c_float * (n * n_vocab)).from_address(address)
         return Rows(np.frombuffer(memoryview(view), np.float32).reshape(n, n_vocab))
 
-    def prefill(self, seq: int, tokens: Sequence[int]) -> int:
+    def prefill(self, seq: int, tokens: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> int:
         """Bring the cache of `seq` to exactly `tokens`, keeping the beginning that it already holds.
 
         Returns how many tokens had to be computed. Works in pieces of n_batch, so an interrupt gets through; what was
-        done until then stays usable.
+        done until then stays usable. `stopped` is asked before each piece; True leaves the rest out.
         """
         keep = self.rollback(seq, _common(self.tokens[seq], tokens))
         for start in range(keep, len(tokens), self.n_batch):
+            if stopped():
+                return start - keep
             piece = tokens[start : start + self.n_batch]
             n = self._fill([(seq, piece)])
             self._want[:n] = 0
@@ -208,11 +225,12 @@ class TargetSession:
     def can_roll_back(self) -> bool:
         """Whether this model's cache can be trimmed, found out once by trying on an empty sequence.
 
-        Recurrent and hybrid models keep one state per sequence: it can't be trimmed.
+        Recurrent and hybrid models keep one state per sequence: it can't be trimmed. A context of one token has no room
+        to try, and none for a draft.
         """
         if self._can_roll_back is None:
-            if self.model.is_recurrent or self.n_ctx < 4:
-                self._can_roll_back = False
+            if self.model.is_recurrent or self.n_ctx < 2:
+                self._can_roll_back = not self.model.is_recurrent
             else:
                 free = next((i for i, held in enumerate(self.tokens) if not held), None)
                 if free is None:

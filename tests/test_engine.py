@@ -14,7 +14,7 @@ from localspec.accept import Draft, Sampling
 from localspec.control import FixedBlock
 from localspec.drafters import DrafterSettings, Sequence, load, names
 from localspec.drafters.ngram import NgramDrafter
-from localspec.engine import Engine, Request, Stats
+from localspec.engine import Engine, Request, Stats, Step
 from localspec.errors import ContextFullError, PairingError, UsageError
 from localspec.model import Model
 from localspec.target import Rows, SessionSettings, TargetSession
@@ -265,8 +265,9 @@ def test_zero_tokens_and_empty_prompts(session: TargetSession) -> None:
 
 def test_interrupting_between_steps(session: TargetSession, prompts: list[list[int]]) -> None:
     engine = Engine(session)
-    asked = iter([False, False, True])
-    steps = list(engine.generate(Request(prompts[0], GREEDY, 50), lambda: next(asked)))
+    steps: list[Step] = []
+    for step in engine.generate(Request(prompts[0], GREEDY, 50), lambda: len(steps) >= 2):
+        steps.append(step)
     assert steps[-1].stop == "interrupted"
     assert engine.finish(0).n_generated == 2
 

@@ -5,9 +5,12 @@ This package alone turns exceptions into messages: one line on standard error, e
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import sys
+from typing import TextIO
 
 import click
 
@@ -50,25 +53,85 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line and exit: 0 done, 2 something the user can mend, 130 interrupted."""
+    _mend_streams()
+    if "_LOCALSPEC_COMPLETE" in os.environ:
+        cli.main(prog_name="localspec")  # click's shell completion, which ends the process
     try:
-        # Without standalone mode click returns the code of an Exit instead of raising it; commands themselves return None.
-        code = cli.main(prog_name="localspec", standalone_mode=False) or 0
+        # Not cli.main(): it answers a reader that has gone by leaving with code 1, in silence.
+        with cli.make_context("localspec", sys.argv[1:]) as context:
+            cli.invoke(context)
         sys.stdout.flush()
+        code = 0
+    except click.exceptions.Exit as done:
+        code = _flushed(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        _tell(error.format_message())
+        code = 2
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "localspec"
-        click.echo(f"{where}: error: {_one_line(error.format_message())}", err=True)
+        _tell(f"{where}: error: {_one_line(error.format_message())}")
         code = 2
     except LocalspecError as error:
-        click.echo(f"localspec: error: {_one_line(str(error))}", err=True)
+        _tell(f"localspec: error: {_one_line(str(error))}")
         code = 2
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("localspec: interrupted", err=True)
+    except (KeyboardInterrupt, click.Abort, EOFError):
+        _tell("localspec: interrupted")
         code = 130
-    except BrokenPipeError:
-        # The reader has gone (`| head`). Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 141
+    except OSError as error:
+        code = _failed_output(error)
     sys.exit(code)
+
+
+def _mend_streams() -> None:
+    """Give what was closed before us (`>&-`) to the null device, and write what an encoding lacks as escapes.
+
+    Python has None in place of a closed stream, and the next file opened, a model perhaps, would get its number: what
+    llama.cpp prints would go into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (it stays open)
+    if isinstance(sys.stdout, io.TextIOWrapper) and not in_utf8(sys.stdout):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def in_utf8(stream: TextIO) -> bool:
+    """Whether any text can be written to `stream` as it is."""
+    return stream.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+
+
+def _flushed(code: int) -> int:
+    """`code`, or that of a failed output: an exit of click's own (--help) has not been written out yet."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _failed_output(error)
+    return code
+
+
+def _failed_output(error: OSError) -> int:
+    """Say that output could not be written; returns the exit code. What handles files names them itself."""
+    # Python would try, and complain, once more while it flushes at exit.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    if isinstance(error, BrokenPipeError):  # the reader has gone (`| head`): no reason to speak
+        os.dup2(null, 2)
+        return 141
+    _tell(f"localspec: error: {error.filename or 'the output'} can't be used: {error.strerror or error}")
+    return 2
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody can be told; the exit code still tells
 
 
 def _one_line(text: str) -> str:

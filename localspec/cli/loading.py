@@ -8,15 +8,19 @@ from pathlib import Path
 import click
 
 from localspec import native
+from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Controller, FixedBlock, Gate
-from localspec.drafters import Drafter, DrafterSettings, load
+from localspec.drafters import Drafter, DrafterSettings, load, names
 from localspec.engine import Engine
-from localspec.errors import UsageError
+from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
 from localspec.pairing import drafter_for
 from localspec.target import SessionSettings, TargetSession
+
+#: llama.cpp's --spec-type -> our drafter of the same kind
+LLAMA_CPP_NAMES = {"draft-simple": "lm", "ngram-simple": "ngram"}
 
 
 def say(text: str) -> None:
@@ -73,7 +77,9 @@ def draft_path(choice: ModelChoice) -> Path | None:
 
 def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, TargetSession]:
     """Load the target and make its context, with the kernels that were asked for."""
-    native.use_kernels(choice.kernels, choice.n_gpu_layers)
+    reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
+    if reason is not None:
+        say(f"stock kernels serve: {reason}")
     model = Model(target_path(choice), "target", choice.n_gpu_layers)
     s = choice.session
     settings = SessionSettings(s.n_ctx, n_sequences, s.n_batch, s.n_threads, s.type_k, s.type_v, s.flash_attention)
@@ -81,16 +87,35 @@ def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, Targe
 
 
 def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
-    """What --spec-type comes to. Raises PairingError for a draft of a kind that has no drafter yet."""
+    """What --spec-type comes to. Raises PairingError for a draft or type that has no drafter, UsageError where the type
+    and --draft contradict each other: before any model is loaded."""
     if choice.spec_type == "auto":
         return drafter_for(GGUFFile.open(draft, "draft")) if draft else "ngram"
-    if choice.spec_type in ("none", "ngram") and draft:
+    name = LLAMA_CPP_NAMES.get(choice.spec_type, choice.spec_type)
+    if name not in ("none", *names()):
+        known = ", ".join(["auto", "none", *names()])
+        raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
+    if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
-    return choice.spec_type
+    if name == "lm" and not draft:
+        raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
+    return name
 
 
 def open_engine(choice: ModelChoice) -> Loaded:
-    """Load the pair. Where the target can't be drafted for, says so and goes on plainly."""
+    """Load the pair. Where the target can't be drafted for, says so and goes on plainly.
+
+    Ctrl-C gets through when the load is done: raised while llama.cpp calls its log, it would be lost.
+    """
+    with Interrupt() as interrupted:
+        loaded = _open_engine(choice)
+    if interrupted():
+        loaded.close()
+        raise KeyboardInterrupt
+    return loaded
+
+
+def _open_engine(choice: ModelChoice) -> Loaded:
     draft = draft_path(choice)
     name = drafter_name(choice, draft)
     model, session = open_target(choice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def _layers(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     if value in ("all", "auto"):
         return -1
     try:
-        return int(value)
+        return min(int(value), 1 << 16)  # more than any model has; llama.cpp takes 32 bits
     except ValueError:
         raise click.BadParameter(f"'{value}' is neither a number, 'all' nor 'auto'") from None
 
@@ -106,6 +107,11 @@ def take_models(options: dict[str, Any]) -> ModelChoice:
     )
     names = [name for name in ModelChoice.__dataclass_fields__ if name != "session" and name in options]
     choice = ModelChoice(session=session, **{name: options.pop(name) for name in names})
+    for flag, name in (("--target", choice.target), ("--draft", choice.draft), ("-hf", choice.hf), ("-hfd", choice.hfd)):
+        if name is not None and not name.strip():
+            raise UsageError(f"{flag} '': no name given (an unset variable?); name a file, or leave {flag} out")
+    if math.isnan(choice.p_min):  # passes any comparison with a range's ends
+        raise UsageError("--spec-draft-p-min must be between 0 and 1, not nan")
     if choice.target and choice.hf:
         raise UsageError("give the target once: --target or -hf")
     if choice.draft and choice.hfd:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
+from localspec.cli import in_utf8
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
 from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
@@ -17,6 +17,8 @@ from localspec.engine import Piece, Request, Stats
 from localspec.errors import UsageError
 from localspec.report import stats_json, stats_lines
 from localspec.template import ChatTemplate
+
+MAX_PROMPT_BYTES = 64 << 20
 
 
 @click.command("run")
@@ -42,6 +44,9 @@ def run_cmd(
     """
     if n_predict < -1:
         raise UsageError(f"--n-predict must be -1 (until the model ends) or more, not {n_predict}")
+    for flag, given in (("-p", prompt), ("-sys", system), *(("--stop", stop) for stop in stops)):
+        if given and any("\ud800" <= c <= "\udfff" for c in given):  # how Python passes on bytes that are not UTF-8
+            raise UsageError(f"{flag}: not UTF-8 text")
     sampling = take_sampling(options)
     choice = take_models(options)
     text = _prompt(prompt, prompt_file)
@@ -62,22 +67,33 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None:
         text, source = prompt, "-p"
     elif prompt_file is not None and prompt_file != "-":
+        if not prompt_file:
+            raise UsageError("-f '': no name given (an unset variable?); name a file")
+        source = prompt_file
         try:
-            text, source = Path(prompt_file).read_text(encoding="utf-8"), prompt_file
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{prompt_file}: not UTF-8 text (byte {error.start})") from error
+            with open(prompt_file, "rb") as file:
+                text = _read(file, source)
         except OSError as error:
             raise UsageError(f"{prompt_file}: {error.strerror or error}") from error
     else:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError("no prompt: give -p TEXT, -f FILE or pipe it into standard input")
-        try:
-            text, source = sys.stdin.buffer.read().decode("utf-8"), "standard input"
-        except UnicodeDecodeError as error:
-            raise UsageError(f"standard input: not UTF-8 text (byte {error.start})") from error
+        source = "standard input"
+        text = _read(sys.stdin.buffer, source)
     if not text.strip():
         raise UsageError(f"the prompt is empty ({source})")
     return text
+
+
+def _read(file: BinaryIO, source: str) -> str:
+    """All of a prompt; a stream that never ends (/dev/zero, `yes |`) is given up before it fills the memory."""
+    data = file.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UsageError(f"{source}: more than {MAX_PROMPT_BYTES >> 20} MiB, which no context holds; give a shorter prompt")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: not UTF-8 text (byte {error.start})") from error
 
 
 def _encode(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:
@@ -110,7 +126,8 @@ def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> st
             stop = step.stop or stop
     stats = loaded.engine.finish(0)
     if as_json:
-        click.echo(json.dumps(_result(loaded, stats, "".join(texts), ids, stop), ensure_ascii=False))
+        result = _result(loaded, stats, "".join(texts), ids, stop)
+        click.echo(json.dumps(result, ensure_ascii=not in_utf8(sys.stdout)))
         return stop
     click.echo()
     drafter = loaded.drafter.name if loaded.drafter else "none"

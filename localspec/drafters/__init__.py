@@ -7,7 +7,6 @@ faster or slower, never different.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ def names() -> list[str]:
 
 def load(name: str, target: TargetSession, settings: DrafterSettings) -> Drafter:
     """Make the drafter `name` for `target`. Raises PairingError where there is none of that name, or it does not fit."""
-    if importlib.util.find_spec(f"{__name__}.{name}") is None:
+    if name not in names():
         raise PairingError(f"there is no drafter '{name}'; there are {', '.join(names())}")
     drafter: Drafter = importlib.import_module(f"{__name__}.{name}").load(target, settings)
     return drafter

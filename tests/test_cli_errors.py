@@ -1,0 +1,282 @@
+"""What a clumsy or hostile call gets from any command: one clear line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from localspec.convert.quantize import quantize
+
+from localspec.accept import Sampling
+from localspec.engine import Engine, Request
+from localspec.errors import LocalspecError, UsageError
+from localspec.model import Model
+from localspec.target import SessionSettings, TargetSession
+from tests.conftest import Cli, CliResult
+
+SHORT = ("run", "-n", "3", "--raw", "-p", "One two")
+
+
+def shell(env: dict[str, str], command: str) -> CliResult:
+    """A command line with redirections; ``localspec`` in it is ours."""
+    script = f'set -o pipefail; localspec() {{ "{sys.executable}" -m localspec "$@"; }}; {command}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, env=env, timeout=120, check=False)
+    return CliResult(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def one_line(result: CliResult, *parts: str) -> None:
+    """Exit code 2 and a single line that holds `parts`."""
+    assert result.rc == 2, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+# -- output that can't be written --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["run -n 3 -p hi -m M", "run -n 3 -p hi --json -m M", "inspect M", "--help"])
+def test_closed_output(cli_env: dict[str, str], smollm2: Path, command: str) -> None:
+    """What Python calls None must not become the number of the model's file."""
+    command = command.replace("M", f'"{smollm2}"')
+    result = shell(cli_env, f"localspec {command} <&- >&-")
+    assert result.rc == 0
+    assert "Traceback" not in result.stderr
+    assert shell(cli_env, f"localspec {command} <&- >&- 2>&-").rc == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["inspect M", "--help", "run --json -n 3 -p hi -m M", "run -n 3 -p hi -m M"])
+def test_full_disk(cli_env: dict[str, str], smollm2: Path, command: str) -> None:
+    command = command.replace("M", f'"{smollm2}"')
+    result = shell(cli_env, f"localspec {command} > /dev/full")
+    assert result.rc == 2
+    assert result.stderr == "localspec: error: the output can't be used: No space left on device\n"
+    assert shell(cli_env, f"localspec {command} > /dev/full 2>&1").rc == 2
+
+
+def test_the_reader_goes(cli_env: dict[str, str], smollm2: Path) -> None:
+    result = shell(cli_env, f'localspec run -n 200 --temp 0 -p "Count to 100." -m "{smollm2}" | head -c 1')
+    assert result.rc == 141
+    assert result.stderr == ""
+
+
+def test_an_encoding_without_the_characters(cli: Cli, smollm2: Path) -> None:
+    """Nothing is lost: escapes in text, and JSON that stays JSON."""
+    env = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    ask = ("run", "-m", smollm2, "--raw", "--temp", "0", "-n", "12", "-p", "Repeat: é日本語😀 é日本語😀 é日本語😀 é")
+    plain, told = cli(*ask, env=env), cli(*ask)
+    assert plain.rc == told.rc == 0, plain.stderr
+    assert any(ord(c) > 255 for c in told.stdout)
+    assert plain.stdout == told.stdout.encode("latin-1", "backslashreplace").decode()
+    assert cli(*ask, "--json", env=env).stdout.isascii()
+
+
+def test_no_command_gives_the_help(cli: Cli) -> None:
+    result = cli()
+    assert result.rc == 2
+    assert result.stderr.count("\n") > 5
+    assert "Usage: localspec" in result.stderr
+
+
+# -- names and values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--target", "--draft", "-hf", "-hfd", "-f"])
+def test_empty_names(cli: Cli, flag: str) -> None:
+    """An unset variable must not silently mean the default."""
+    one_line(cli("run", flag, "", *([] if flag == "-f" else ["-p", "hi"])), flag, "no name given")
+
+
+@pytest.mark.parametrize("flag", ["-p", "-sys", "--stop"])
+def test_bytes_that_are_no_text(cli: Cli, flag: str) -> None:
+    one_line(cli("run", "-p", "hi", flag, os.fsdecode(b"a\xff")), f"{flag}: not UTF-8")
+
+
+def test_nan(cli: Cli) -> None:
+    one_line(cli(*SHORT, "--spec-draft-p-min", "nan"), "--spec-draft-p-min", "between 0 and 1")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_a_prompt_without_end(cli: Cli) -> None:
+    one_line(cli("run", "-f", "/dev/zero"), "/dev/zero", "MiB")
+
+
+def test_line_ends_are_the_prompts_own(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"a\r\nb\r\n")
+    ask = ("run", "-m", smollm2, "--raw", "-n", "0", "--json")
+    counts = [
+        json.loads(result.stdout)["n_prompt"]
+        for result in (cli(*ask, "-f", "p.txt"), cli(*ask, input=b"a\r\nb\r\n"), cli(*ask, input=b"a\nb\n"))
+    ]
+    assert counts[0] == counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("name", ["foo", "", "lm.x", "ngram,lm", "../lm"])
+def test_spec_types_that_are_none(cli: Cli, smollm2: Path, name: str) -> None:
+    one_line(cli(*SHORT, "-m", smollm2, "--spec-type", name), f"--spec-type {name}".rstrip(), "ngram")
+
+
+def test_llama_cpp_spec_types(cli: Cli, smollm2: Path) -> None:
+    assert '"drafter": "ngram"' in cli(*SHORT, "-m", smollm2, "--json", "--spec-type", "ngram-simple").stdout
+    done = cli(*SHORT, "-m", smollm2, "-md", smollm2, "--json", "--spec-type", "draft-simple")
+    assert '"drafter": "lm"' in done.stdout
+    one_line(cli(*SHORT, "-m", smollm2, "--spec-type", "draft-simple"), "--draft FILE")
+
+
+def test_a_context_of_one_token(cli: Cli, smollm2: Path) -> None:
+    result = cli(*SHORT, "-m", smollm2, "-c", "1", "-p", "One")
+    assert result.rc == 0
+    assert "recurrent" not in result.stderr
+    assert "stop: context" in result.stderr
+
+
+def test_a_cache_that_cannot_fit(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would grant it, and kill a process when it is filled."""
+    monkeypatch.setattr("localspec.target.available_memory", lambda: 10_000_000)
+    with Model(smollm2) as model:
+        TargetSession(model, SessionSettings(n_ctx=256)).close()
+        with pytest.raises(UsageError, match=r"context of 4096 tokens needs 0\.1 GB"):
+            TargetSession(model, SessionSettings(n_ctx=4096))
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_while_the_prompt_is_read(smollm2: Path) -> None:
+    with Model(smollm2) as model, TargetSession(model, SessionSettings(n_ctx=512, n_batch=32)) as session:
+        engine = Engine(session)
+        asked: list[bool] = []
+
+        def stopped() -> bool:
+            asked.append(len(asked) >= 2)
+            return asked[-1]
+
+        steps = list(engine.generate(Request([1] * 400, Sampling(temperature=0)), stopped))
+        assert [step.stop for step in steps] == ["interrupted"]
+        assert engine.finish(0).n_prompt_computed == 64
+
+
+def test_interrupted_at_any_moment(cli_env: dict[str, str], smollm2: Path) -> None:
+    """While llama.cpp loads, too: never lost, never a traceback."""
+    command = [sys.executable, "-m", "localspec", "run", "-m", str(smollm2), "--raw", "-p", "a", "-n", "400", "--temp", "9"]
+    for delay in (0.3, 0.4, 0.5, 0.6):
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=cli_env, text=True)
+        time.sleep(delay)
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+        if "import" in errors:
+            continue  # Python itself was still starting
+        assert "Traceback" not in errors
+        assert started.returncode == 130, errors
+
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", ["", ".", "pipe"])
+def test_convert_replaces_only_files(cli: Cli, smollm2: Path, tmp_path: Path, output: str) -> None:
+    """With enough rights it would put a file in the place of a device."""
+    os.mkfifo(tmp_path / "pipe")
+    one_line(cli("convert", smollm2, "-o", output, "--force"), "not a regular file")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_convert_removes_what_a_killed_run_left(smollm2: Path, tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f".a.gguf.{dead.pid}.part", f".a.gguf.{os.getppid()}.part", f".b.gguf.{dead.pid}.part", ".a.gguf.x.part"):
+        (tmp_path / name).touch()
+    quantize(smollm2, tmp_path / "a.gguf", "Q4_0")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"a.gguf", f".a.gguf.{os.getppid()}.part", f".b.gguf.{dead.pid}.part", ".a.gguf.x.part"}
+
+
+def test_convert_where_nothing_can_be_written(smollm2: Path, tmp_path: Path) -> None:
+    name = "x" * 250 + ".gguf"
+    with pytest.raises(LocalspecError, match="File name too long"):
+        quantize(smollm2, tmp_path / name, "Q4_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_on_a_full_disk(cli_env: dict[str, str], smollm2: Path, tmp_path: Path) -> None:
+    result = shell(cli_env, f'ulimit -f 4000; localspec convert "{smollm2}" -o "{tmp_path}/a.gguf"')
+    one_line(result, f"{tmp_path}/a.gguf: writing failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_interrupted(cli_env: dict[str, str], smollm2: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "localspec", "convert", str(smollm2), "-o", str(tmp_path / "a.gguf"), "--quant", "Q2_K"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, env=cli_env, text=True)
+    while not list(tmp_path.glob(".a.gguf.*.part")) and started.poll() is None:
+        time.sleep(0.01)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert errors.strip() == "localspec: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "can't be read"),
+        ('{"prompt": ' + "1" * 5000 + "}", "can't be read"),
+        ('{"prompt": "\\ud800"}', "half a character"),
+    ],
+)
+def test_prompt_files_that_json_chokes_on(cli: Cli, smollm2: Path, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line)
+    one_line(cli("bench", "-m", smollm2, "--prompts", "p.jsonl"), "p.jsonl line 1", message)
+
+
+def test_a_source_that_looks_like_markup(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('\ufeff{"prompt": "hi", "source": "[red]x[/no]"}', encoding="utf-8")
+    result = cli("bench", "-m", smollm2, "--prompts", "p.jsonl", "-n", "4")
+    assert result.rc == 0, result.stderr
+    assert "[red]x[/no]" in result.stdout.split("{")[0]
+
+
+def test_a_peer_in_this_folder(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    """`./llama-server` is a file here, not a name to look up in PATH."""
+    (tmp_path / "server").write_text("#!/bin/sh\necho I am broken >&2\nexit 3\n")
+    (tmp_path / "server").chmod(0o755)
+    result = cli("bench", "-m", smollm2, "--limit", "1", "-n", "4", "--peer-llama-server", "./server")
+    assert result.rc == 2
+    assert "No such file" not in result.stderr
+    assert "I am broken" in result.stderr
+
+
+_DYING_SERVER = """#!{python}
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        {post}
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("post", "message"),
+    [
+        ("sys.stderr.write('fatal error\\n'); sys.stderr.flush(); os._exit(7)", "ended with code 7"),
+        ("self.send_response(200); self.end_headers(); self.wfile.write(b'{}')", "is it a llama-server?"),
+    ],
+)
+def test_a_peer_that_fails_midway(cli: Cli, smollm2: Path, tmp_path: Path, post: str, message: str) -> None:
+    (tmp_path / "server").write_text(_DYING_SERVER.format(python=sys.executable, post=post))
+    (tmp_path / "server").chmod(0o755)
+    one_line(cli("bench", "-m", smollm2, "--limit", "1", "-n", "4", "--peer-llama-server", "./server"), message)
