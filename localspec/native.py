@@ -120,28 +120,30 @@ def backend_path() -> Path:
     return path
 
 
-def use_kernels(choice: str, n_gpu_layers: int = 0) -> None:
+def use_kernels(choice: str, n_gpu_layers: int = 0) -> str | None:
     """Register our kernels with ggml, for the life of the process; call it before a model is loaded.
 
     ``stock`` leaves llama.cpp alone. ``auto`` uses ours where this CPU has the instructions and no layer goes to a GPU;
-    ``localspec`` raises NativeError where they can't be used.
+    ``localspec`` raises NativeError where they can't be used. Returns why stock kernels serve where ours were wanted.
     """
     if choice not in KERNELS:
         raise UsageError(f"--kernels {choice}: one of {', '.join(KERNELS)}")
     if choice == "stock" or kernels_in_use() != "stock":
-        return
+        return None
     if n_gpu_layers != 0 and has_gpu():
         if choice == "localspec":
             raise NativeError("--kernels localspec serves CPUs: leave --n-gpu-layers out")
-        return
+        return None
     try:
         load = lib()._lib.ggml_backend_load
         load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
         if load(os.fsencode(backend_path())) is None:
-            raise NativeError("ggml refused our kernels: this CPU lacks the instructions they need")
-    except NativeError:
+            raise NativeError("ggml refused our kernels: a damaged plug-in, or a CPU without the instructions they need")
+    except NativeError as error:
         if choice == "localspec":
             raise
+        return str(error)
+    return None
 
 
 def kernels_in_use() -> str:

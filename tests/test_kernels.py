@@ -89,6 +89,7 @@ def test_a_plugin_that_cannot_be_loaded(
     if kernels == "auto":
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["kernels"] == "stock"
+        assert done.stderr.count("stock kernels serve: ") == 1
     else:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert done.stderr.startswith("localspec: error: ")
