@@ -101,10 +101,11 @@ class TargetSession:
         if free is None or self.model.n_gpu_layers != 0:
             return
         s = self.settings
-        need = memory_needed(self.model.gguf, n_ctx, s.type_k, s.type_v, s.n_sequences, s.n_batch).kv
+        needed = memory_needed(self.model.gguf, n_ctx, s.type_k, s.type_v, s.n_sequences, s.n_batch)
+        need = needed.kv + needed.compute
         if need > free:
             raise UsageError(
-                f"{self.model.path}: a context of {n_ctx} tokens needs {need / 1e9:.1f} GB for its cache, "
+                f"{self.model.path}: a context of {n_ctx} tokens needs {need / 1e9:.1f} GB beside the weights, "
                 f"{free / 1e9:.1f} GB are free: give a smaller --ctx-size, or -ctk q8_0 -ctv q8_0"
             )
 
