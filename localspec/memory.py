@@ -51,7 +51,7 @@ def memory_needed(
 
     Raises UsageError for an unknown cache type, ModelFileError where the metadata contradicts itself.
     """
-    for flag, name in (("type_k", type_k), ("type_v", type_v)):
+    for flag, name in (("-ctk", type_k), ("-ctv", type_v)):
         if name not in _BYTES:
             raise UsageError(f"{flag} {name!r} is no cache type; try f16, q8_0 or q4_0")
     weights = sum(t.nbytes for t in gguf.tensors.values())

@@ -8,6 +8,7 @@ that failed), its abort becomes one line and exit code 2, and its commit is comp
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import os
 import sys
@@ -71,7 +72,8 @@ def _load() -> Any:
     def on_abort(message: bytes) -> None:
         # ggml calls abort() when this returns. Nothing can be unwound through C, but a person gets a line, not a core.
         text = " ".join(message.decode("utf-8", "replace").split())
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # a full or closed output must not keep us from leaving
+            sys.stdout.flush()
         os.write(2, f"localspec: error: llama.cpp gave up: {text}\n".encode())
         os._exit(2)
 
