@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from pathlib import Path
 
@@ -59,10 +58,8 @@ class Model:
 
     @property
     def description(self) -> str:
-        """llama.cpp's short description, such as ``llama 256M Q4_1``."""
-        buffer = ctypes.create_string_buffer(256)
-        native.lib().llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        """The file's name without its ending: it says more than llama.cpp's description, which guesses sizes."""
+        return self.path.name.removesuffix(".gguf")
 
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Raise ModelFileError when an id is outside the vocabulary: llama.cpp would refuse the whole batch."""

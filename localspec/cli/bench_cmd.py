@@ -33,8 +33,9 @@ from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 @click.command("bench")
 @model_options
 @draft_options
-@sampling_options
-@click.option("--prompts", "prompts_file", metavar="FILE", help="Prompts as JSONL. [default: six of our own]")
+@sampling_options(temperature=0.0)
+@click.option("--prompts", "prompts_file", metavar="FILE",
+              help='Prompts, a line each: {"prompt": "..."} or {"turns": ["..."], "source": "..."}. [six of our own]')
 @click.option("--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts; 0: all.")
 @click.option("-n", "--n-predict", "n_predict", type=click.IntRange(1), default=128, show_default=True, metavar="N",
               help="Tokens per prompt.")
@@ -45,8 +46,6 @@ def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | 
 
     Greedy unless --temp is given. A table by source, then one line of JSON.
     """
-    if click.get_current_context().get_parameter_source("temperature") == click.core.ParameterSource.DEFAULT:
-        options["temperature"] = 0.0
     sampling = take_sampling(options)
     choice = take_models(options)
     prompts = spread(read_prompts(Path(prompts_file)) if prompts_file else list(BUILT_IN), limit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from localspec.errors import LocalspecError, UsageError
 @click.command("chat")
 @model_options
 @draft_options
-@sampling_options
+@sampling_options(seed=-1)
 @click.option("-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
               help="Tokens per answer at most; -1: until the model ends.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
@@ -37,8 +36,6 @@ def chat_cmd(n_predict: int, system: str | None, plain: bool, **options: Any) ->
     """
     if n_predict < -1 or n_predict == 0:
         raise UsageError(f"--n-predict must be -1 (until the model ends) or at least 1, not {n_predict}")
-    if click.get_current_context().get_parameter_source("seed") == click.core.ParameterSource.DEFAULT:
-        options["seed"] = secrets.randbits(31)
     sampling = take_sampling(options)
     for stream in (sys.stdout, sys.stderr):
         # A terminal of another encoding gets question marks, not a traceback.

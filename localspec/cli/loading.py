@@ -77,6 +77,8 @@ def draft_path(choice: ModelChoice) -> Path | None:
 
 def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, TargetSession]:
     """Load the target and make its context, with the kernels that were asked for."""
+    if choice.n_gpu_layers != 0 and not native.has_gpu():
+        say("this build of llama.cpp has no GPU: --n-gpu-layers is without effect")
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")

@@ -24,7 +24,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.command("run")
 @model_options
 @draft_options
-@sampling_options
+@sampling_options()
 @click.option("-p", "--prompt", help="The prompt. Without -p and -f it is read from standard input.")
 @click.option("-f", "--file", "prompt_file", metavar="FILE", help="Read the prompt from a file.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
