@@ -166,7 +166,18 @@ def test_ctrl_c_ends_the_measuring_processes(smollm2: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "localspec: interrupted")
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in children if alive(pid)]
+
+
+def alive(pid: str) -> bool:
+    """Whether the process runs: what has ended and waits for init to take note of it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 FAKE_SERVER = """#!{python}
