@@ -164,7 +164,10 @@ def test_ctrl_c_ends_the_measuring_processes(smollm2: Path) -> None:
         children = known.read_text().split()
     assert len(children) == 2
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()  # of no effect where it has ended
     assert (process.returncode, errors.strip()) == (130, "localspec: interrupted")
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from localspec import native
+from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, target_path
 from localspec.cli.options import ModelChoice, model_options, take_models
 from localspec.cli.progress import bar
@@ -52,11 +53,19 @@ def curve_cmd(
     The ceiling is what a free, perfect draft would give. A table, then one line of JSON.
     """
     choice = take_models(options)
-    if compare:
-        if choice.kernels != "auto":
-            raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
-        _compare(choice, sizes, n_context, rounds)
-        return
+    # Raised inside of a fork or of llama.cpp's log, a KeyboardInterrupt would be lost: it waits for the next round.
+    with Interrupt() as interrupt:
+        if compare:
+            if choice.kernels != "auto":
+                raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
+            _compare(choice, sizes, n_context, rounds, interrupt)
+        else:
+            _measure(choice, sizes, n_context, rounds, serve, interrupt)
+
+
+def _measure(
+    choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int, serve: bool, interrupt: Interrupt
+) -> None:
     model, session = open_target(choice)
     try:
         if serve:
@@ -64,7 +73,12 @@ def curve_cmd(
             return
         probe = Probe(session, sizes, n_context)
         with bar("rounds", rounds + 1) as advance:
-            curve = measure_curves({"": (sizes, probe.round)}, rounds, progress=lambda done, of: advance(""))[""]
+
+            def progress(done: int, of: int) -> None:
+                interrupt.check()
+                advance("")
+
+            curve = measure_curves({"": (sizes, probe.round)}, rounds, progress=progress)[""]
         best, at = curve.ceiling
         table = _table(model.description, session.n_threads, n_context, ("n", "ms", "t(n)/t(1)", "most gain"))
         for n, ms, ratio in zip(curve.n, curve.ms, curve.ratio):
@@ -95,7 +109,9 @@ def _serve(probe: Probe, description: str, n_threads: int) -> None:
         click.echo(json.dumps(probe.round()))
 
 
-def _compare(choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int) -> None:
+def _compare(
+    choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int, interrupt: Interrupt
+) -> None:
     target = str(target_path(choice))
     s = choice.session
     arguments = [
@@ -105,11 +121,17 @@ def _compare(choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         # One after the other: while one loads and reads its context, the other is not there yet or waits.
-        children = {name: stack.enter_context(Child([*arguments, "--kernels", name])) for name in SIDES}
+        children = {}
+        for name in SIDES:
+            children[name] = stack.enter_context(Child([*arguments, "--kernels", name]))
+            interrupt.check()
         advance = stack.enter_context(bar("rounds", rounds + 1))
-        curves = measure_curves(
-            {name: (sizes, child.round) for name, child in children.items()}, rounds, lambda done, of: advance("")
-        )
+
+        def progress(done: int, of: int) -> None:
+            interrupt.check()
+            advance("")
+
+        curves = measure_curves({name: (sizes, child.round) for name, child in children.items()}, rounds, progress)
         ready = {name: child.ready for name, child in children.items()}
     stock, ours = (curves[name] for name in SIDES)
     headings = ("n", "stock ms", "t(n)/t(1)", "localspec ms", "t(n)/t(1)", "localspec/stock")

@@ -17,6 +17,11 @@ class Interrupt:
     def __call__(self) -> bool:
         return self._set
 
+    def check(self) -> None:
+        """Raise what was held back: for places where nothing can be lost."""
+        if self._set:
+            raise KeyboardInterrupt
+
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if self._set:
             raise KeyboardInterrupt
