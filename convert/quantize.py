@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
         _remove_leftovers(target)
         partial.touch()  # llama.cpp would not say why it can't
         status = _in_thread(
-            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(partial), ctypes.byref(params))
+            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(partial), ctypes.byref(params)), partial
         )
         if status != 0:
             reason = native.last_log_error() or str(status)
@@ -81,13 +82,22 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
     return target.stat().st_size
 
 
-def _in_thread(work: Callable[[], int]) -> int:
-    """The result of `work`. Ctrl-C ends the wait at once; inside of llama.cpp's calls of its log it would be lost."""
+def _in_thread(work: Callable[[], int], output: Path) -> int:
+    """The result of `work`, which writes `output`. Ctrl-C ends the wait; inside of llama.cpp's log it would be lost.
+
+    The wait goes on until the file is begun: removed before, it would be made again by the thread.
+    """
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except KeyboardInterrupt:
+        deadline = time.monotonic() + 10
+        while thread.is_alive() and output.stat().st_size == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise
     return results[0] if results else -1
 
 
