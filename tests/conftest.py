@@ -7,6 +7,7 @@ connection to anything but this machine fails, and the commands that `cli` start
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,11 @@ import pytest
 # Before anything imports huggingface_hub, which reads its settings once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from localspec import native
 from tests import models
+
+# Started in the background of a script, we inherit an ignored SIGINT, and so would every command under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LOOPBACK = ("127.", "::1", "localhost")
 
@@ -127,6 +132,7 @@ def cli(tmp_path: Path, cli_env: dict[str, str]) -> Cli:
             cwd=tmp_path,
             timeout=timeout,
             check=False,
+            preexec_fn=native.unbound,  # models loaded in this process have bound it to one CPU
         )
         return CliResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
