@@ -144,13 +144,14 @@ def test_another_size_while_it_streams(smollm2: Path, cli_env: dict[str, str], t
 
 
 def test_a_dumb_terminal(smollm2: Path, cli_env: dict[str, str], tmp_path: Path) -> None:
+    endless = "Write a Python program for a library with loans."  # not over before Ctrl-C comes
     with chat(smollm2, cli_env, tmp_path, TERM="dumb") as terminal:
         terminal.until(terminal.at_prompt)
         terminal.send("Say hello.\r")
         terminal.until(lambda: "tok/s" in terminal.text and terminal.at_prompt())
-        terminal.send(LONG + "\r")
-        terminal.until(LONG)
-        terminal.until(lambda: len(terminal.text.split(LONG)[-1]) > 100)
+        terminal.send(endless + "\r")
+        terminal.until(endless)
+        terminal.until(lambda: len(terminal.text.split(endless)[-1]) > 100)
         terminal.send("\x03")
         terminal.until(lambda: "stopped · " in terminal.text and terminal.at_prompt())
         terminal.send("\x03")
