@@ -57,7 +57,8 @@ class TargetIdentity:
         difference = self.difference(other)
         if difference is not None:
             names = clip(self.name, 80), clip(other.name, 80)
-            raise PairingError(f"{what} was made for {names[0]}, and {names[1]} {difference}; give the target it was made for")
+            made = f"{what} was made for {names[0]}, and {names[1]} {difference}"
+            raise PairingError(f"{made}; give the target it was made for")
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,13 @@ class SpeculatorConfig:
         )
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "bool": bool, "float": (int, float), "tuple[int, ...]": list}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "float": (int, float),
+    "tuple[int, ...]": list,
+}
 
 
 def _checked(cls: type, data: Any, where: str) -> dict[str, Any]:
