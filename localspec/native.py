@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import NativeError, UsageError
+from localspec.library_file import check_whole
 
 #: llama.cpp's commit inside llama-cpp-python 0.3.36; unstable symbols and struct layouts are those of this commit.
 LLAMA_COMMIT = "0c1e570"
@@ -139,7 +140,9 @@ def use_kernels(choice: str, n_gpu_layers: int = 0) -> str | None:
     try:
         load = lib()._lib.ggml_backend_load
         load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
-        if load(os.fsencode(backend_path())) is None:
+        path = backend_path()
+        check_whole(path)
+        if load(os.fsencode(path)) is None:
             raise NativeError("ggml refused our kernels: a damaged plug-in, or a CPU without the instructions they need")
     except NativeError as error:
         if choice == "localspec":

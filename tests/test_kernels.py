@@ -60,7 +60,10 @@ def test_backend_path_prints_an_existing_file(cli: Any) -> None:
 # -- a plug-in that can't be loaded
 
 
-@pytest.fixture(params=["missing", "empty", "text", "cut", "other library"])
+BROKEN = ["missing", "empty", "text", "cut in the header", "cut in the code", "cut at the end", "other library"]
+
+
+@pytest.fixture(params=BROKEN)
 def broken(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Python source that puts something unusable in the plug-in's place."""
     if request.param == "missing":
@@ -69,7 +72,9 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     content = {
         "empty": b"",
         "text": b"not a library",
-        "cut": real.read_bytes()[:50],
+        "cut in the header": real.read_bytes()[:50],
+        "cut in the code": real.read_bytes()[:500_000],
+        "cut at the end": real.read_bytes()[:-1],
         "other library": Path(sys.modules["localspec._verify"].__file__ or "").read_bytes(),
     }[request.param]
     path = tmp_path / real.name

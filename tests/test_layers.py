@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import from its own layer's left and from the layers before it.
 LAYERS = [
     ["errors"],
-    ["native", "gguf_format", "llama_arch", "gguf_guards", "gguf_file", "speculator"],
+    ["library_file", "native", "gguf_format", "llama_arch", "gguf_guards", "gguf_file", "speculator"],
     ["tokenizer"],
     ["model"],
     ["template", "pairing", "memory", "accept_reference", "accept", "control", "default_model", "hub", "fetch", "prompts"],
