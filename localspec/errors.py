@@ -33,3 +33,7 @@ class ContextFullError(LocalspecError):
 
 class NativeError(LocalspecError):
     """A native library is missing, of the wrong version, or refused the work."""
+
+
+class DataError(LocalspecError):
+    """Training data that is missing, damaged, made for another target, or empty where it must not be."""
