@@ -5,7 +5,6 @@ A smaller copy of a model is the simplest draft for it: it shares the tokenizer 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localspec import native
+from localspec.convert.output import check_output, partial
 from localspec.errors import LocalspecError, ModelFileError, UsageError
 from localspec.gguf_file import GGUFFile, require_model
 
@@ -35,6 +35,9 @@ QUANTS = {
     "Q2_K": "LLAMA_FTYPE_MOSTLY_Q2_K",
 }
 
+#: A copy is a draft that can pay while it is smaller than this share of its target.
+SMALL_ENOUGH = 0.7
+
 
 def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) -> int:
     """Write `source` as `quant` to `target`; returns its size in bytes.
@@ -48,38 +51,39 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
         raise UsageError(f"--quant {quant}: unknown; one of {', '.join(QUANTS)}")
     gguf = GGUFFile.open(source, "model")
     require_model(gguf, "model")
-    if not target.name or (target.exists() and not target.is_file()):
-        raise UsageError(f"{target}: not a regular file; name the .gguf file to write")
-    if target.exists() and (not overwrite or target.samefile(source)):
-        raise UsageError(f"{target} exists: name another file" + ("" if overwrite else " or give --force"))
-    if not target.parent.is_dir():
-        raise UsageError(f"{target.parent}: no such directory")
+    check_output(target, overwrite, source)
     lib = native.lib()
     params = lib.llama_model_quantize_default_params()
     params.ftype = getattr(lib, QUANTS[name])
     params.allow_requantize = True
     params.nthread = native.default_threads()
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     native.clear_log()
-    try:
-        _remove_leftovers(target)
-        partial.touch()  # llama.cpp would not say why it can't
+    with partial(target) as path:
+        path.touch()  # llama.cpp would not say why it can't
         status = _in_thread(
-            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(partial), ctypes.byref(params)), partial
+            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(params)), path
         )
         if status != 0:
             reason = native.last_log_error() or str(status)
             if "iostream" in reason:
                 raise LocalspecError(f"{target}: writing failed: is the disk full, or the size of files limited?")
             raise ModelFileError(f"{source}: llama.cpp can't write it as {name}: {reason}")
-        GGUFFile.open(partial, "result")
-        os.replace(partial, target)
-    except OSError as error:
-        raise LocalspecError(f"{target}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        GGUFFile.open(path, "result")
     return target.stat().st_size
+
+
+def size_remark(n_source: int, n_result: int, quant: str) -> str | None:
+    """What to say to somebody who wanted a smaller copy, as a draft, and did not get one: sizes in bytes; None if they did.
+
+    A draft is read once per drafted token: at SMALL_ENOUGH of its target's size or more it costs nearly what it saves.
+    """
+    if n_result < SMALL_ENOUGH * n_source:
+        return None
+    size = "larger than its source" if n_result > n_source else f"{100 * n_result / n_source:.0f} % of its source"
+    return (
+        f"the {quant} copy is {size}: too large to gain time as a draft for it; take a smaller type, or a source of "
+        "higher precision"
+    )
 
 
 def _in_thread(work: Callable[[], int], output: Path) -> int:
@@ -99,21 +103,3 @@ def _in_thread(work: Callable[[], int], output: Path) -> int:
             time.sleep(0.01)
         raise
     return results[0] if results else -1
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Unfinished files of conversions to `target` that were killed."""
-    for path in target.parent.iterdir():
-        pid = path.name.removeprefix(f".{target.name}.").removesuffix(".part")
-        if path.name == f".{target.name}.{pid}.part" and pid.isdigit() and not _is_alive(int(pid)):
-            path.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True  # somebody else's
-    return True

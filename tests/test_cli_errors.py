@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from localspec.convert.quantize import quantize
+from localspec.convert.quantize import quantize, size_remark
 
 from localspec.accept import Sampling
 from localspec.engine import Engine, Request
@@ -209,6 +209,15 @@ def test_convert_on_a_full_disk(cli_env: dict[str, str], smollm2: Path, tmp_path
     result = shell(cli_env, f'ulimit -f 4000; localspec convert "{smollm2}" -o "{tmp_path}/a.gguf"')
     one_line(result, f"{tmp_path}/a.gguf: writing failed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_says_when_the_copy_is_hardly_smaller(cli: Cli, smollm2: Path) -> None:
+    larger = cli("convert", smollm2, "-o", "a.gguf", "--quant", "Q8_0")
+    assert larger.rc == 0
+    assert "warning: the Q8_0 copy is larger than its source" in larger.stderr
+    assert "warning" not in cli("convert", "a.gguf", "-o", "b.gguf", "--quant", "Q4_0").stderr
+    assert size_remark(100, 69, "Q4_0") is None
+    assert "is 70 % of its source" in (size_remark(100, 70, "Q4_0") or "")
 
 
 def test_convert_interrupted(cli_env: dict[str, str], smollm2: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from localspec.cli.loading import say
-from localspec.convert.quantize import QUANTS, quantize
+from localspec.convert.quantize import QUANTS, quantize, size_remark
 
 
 @click.command("convert")
@@ -24,3 +24,6 @@ def convert_cmd(source: str, output: str, quant: str, force: bool) -> None:
     before = Path(source).stat().st_size if Path(source).is_file() else 0
     size = quantize(Path(source), target, quant, overwrite=force)
     say(f"{target}: {quant.upper()}, {size / 1e6:.1f} MB (from {before / 1e6:.1f} MB)")
+    remark = size_remark(before, size, quant.upper())
+    if remark is not None:
+        say(f"warning: {remark}")
