@@ -52,24 +52,27 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
     gguf = GGUFFile.open(source, "model")
     require_model(gguf, "model")
     check_output(target, overwrite, source)
+    with partial(target) as path:
+        quantize_file(source, path, name, shown=target)
+    return target.stat().st_size
+
+
+def quantize_file(source: Path, path: Path, name: str, shown: Path | None = None) -> None:
+    """The work of `quantize` without its checks: `name` is a key of QUANTS, messages name `shown` in place of `path`."""
     lib = native.lib()
     params = lib.llama_model_quantize_default_params()
     params.ftype = getattr(lib, QUANTS[name])
     params.allow_requantize = True
     params.nthread = native.default_threads()
     native.clear_log()
-    with partial(target) as path:
-        path.touch()  # llama.cpp would not say why it can't
-        status = _in_thread(
-            lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(params)), path
-        )
-        if status != 0:
-            reason = native.last_log_error() or str(status)
-            if "iostream" in reason:
-                raise LocalspecError(f"{target}: writing failed: is the disk full, or the size of files limited?")
-            raise ModelFileError(f"{source}: llama.cpp can't write it as {name}: {reason}")
-        GGUFFile.open(path, "result")
-    return target.stat().st_size
+    path.touch()  # llama.cpp would not say why it can't
+    status = _in_thread(lambda: lib.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(params)), path)
+    if status != 0:
+        reason = native.last_log_error() or str(status)
+        if "iostream" in reason:
+            raise LocalspecError(f"{shown or path}: writing failed: is the disk full, or the size of files limited?")
+        raise ModelFileError(f"{source}: llama.cpp can't write it as {name}: {reason}")
+    GGUFFile.open(path, "result")
 
 
 def size_remark(n_source: int, n_result: int, quant: str) -> str | None:

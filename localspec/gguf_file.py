@@ -66,6 +66,8 @@ class GGUFFile:
     data_start: int
     size: int
     _buffer: memoryview = field(repr=False)
+    #: each pair's GGUF value type (for an array: its element type, and True)
+    types: Mapping[str, tuple[int, bool]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], role: str = "model") -> GGUFFile:
@@ -85,6 +87,7 @@ class GGUFFile:
             contents.data_start,
             len(buffer),
             buffer,
+            contents.types,
         )
 
     def error(self, text: str) -> ModelFileError:

@@ -1,4 +1,4 @@
-"""`localspec convert`: export to quantised GGUF."""
+"""`localspec convert` and `localspec quantize`: export to GGUF, and GGUF to GGUF."""
 
 from __future__ import annotations
 
@@ -8,22 +8,112 @@ import click
 
 from localspec.cli.loading import say
 from localspec.convert.quantize import QUANTS, quantize, size_remark
+from localspec.errors import PairingError, UsageError
+
+#: --quant where none is given: of a copy of a model, and of a draft out of a checkpoint
+DEFAULT_QUANT, DEFAULT_DRAFT_QUANT = "Q4_0", "q8_0"
 
 
 @click.command("convert")
-@click.argument("source", metavar="SOURCE.gguf")
+@click.argument("source", metavar="SOURCE")
 @click.option("-o", "--output", required=True, metavar="FILE", help="The file to write.")
-@click.option("--quant", default="Q4_0", show_default=True, metavar="TYPE", help=f"One of {', '.join(QUANTS)}.")
+@click.option(
+    "--quant",
+    metavar="TYPE",
+    help=f"Of a GGUF: one of {', '.join(QUANTS)} [default: {DEFAULT_QUANT}]. Of a checkpoint: q8_0, q4_0, q4_k_m, f16 "
+    f"[default: {DEFAULT_DRAFT_QUANT}].",
+)
+@click.option("-m", "--target", metavar="FILE", help="Of a checkpoint: the target it was trained for.")
+@click.option("--data", metavar="DIR", help="Of a checkpoint: hidden states to compare on; made anew where not given.")
+@click.option("--parity/--no-parity", default=True, help="Of a checkpoint: compare what was written with PyTorch's draft.")
+@click.option("--as-llama", is_flag=True, help="Rewrite a qwen2 file as a llama file, values untouched.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
-def convert_cmd(source: str, output: str, quant: str, force: bool) -> None:
-    """Write a GGUF in another quantisation.
+def convert_cmd(
+    source: str,
+    output: str,
+    quant: str | None,
+    target: str | None,
+    data: str | None,
+    parity: bool,
+    as_llama: bool,
+    force: bool,
+) -> None:
+    """Write a GGUF: of a trained draft's checkpoint, or of another GGUF.
 
-    A smaller copy of the target is the simplest draft for it.
+    SOURCE is a directory that holds a checkpoint (model.safetensors), or a GGUF file, which is written in another
+    quantisation: a smaller copy of the target is the simplest draft for it.
     """
-    target = Path(output)
-    before = Path(source).stat().st_size if Path(source).is_file() else 0
-    size = quantize(Path(source), target, quant, overwrite=force)
-    say(f"{target}: {quant.upper()}, {size / 1e6:.1f} MB (from {before / 1e6:.1f} MB)")
+    if Path(source).is_dir():
+        if as_llama:
+            raise UsageError("--as-llama rewrites a GGUF file, not a checkpoint")
+        _checkpoint(Path(source), Path(output), quant or DEFAULT_DRAFT_QUANT, target, data, parity, force)
+        return
+    if target or data:
+        raise UsageError(f"{source} is no checkpoint's directory: --target and --data are for those")
+    if as_llama:
+        if quant:
+            raise UsageError("--as-llama leaves the values as they are: quantise in a second step")
+        from localspec.convert.as_llama import as_llama as rewrite
+
+        size = rewrite(Path(source), Path(output), overwrite=force)
+        say(f"{output}: {source} as a llama file, {size / 1e6:.1f} MB, values untouched")
+        return
+    _quantize(Path(source), Path(output), quant or DEFAULT_QUANT, force)
+
+
+@click.command("quantize")
+@click.argument("source", metavar="IN")
+@click.argument("output", metavar="OUT")
+@click.argument("quant", metavar="TYPE")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+def quantize_cmd(source: str, output: str, quant: str, force: bool) -> None:
+    """Write the GGUF file IN to OUT in another quantisation, by llama.cpp's own quantiser."""
+    _quantize(Path(source), Path(output), quant, force)
+
+
+def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
+    before = source.stat().st_size if source.is_file() else 0
+    size = quantize(source, output, quant, overwrite=force)
+    say(f"{output}: {quant.upper()}, {size / 1e6:.1f} MB (from {before / 1e6:.1f} MB)")
     remark = size_remark(before, size, quant.upper())
     if remark is not None:
         say(f"warning: {remark}")
+
+
+def _checkpoint(
+    source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool
+) -> None:
+    from localspec.convert.eagle3 import convert
+
+    model = Path(target) if target else _target_of(source)
+    done = convert(source, model, output, quant, overwrite=force)
+    config = done.config
+    vocabulary = f"{config.draft_vocab:,} of {config.target.n_vocab:,}" if config.draft_vocab else f"all {config.target.n_vocab:,}"
+    say(
+        f"{output}: EAGLE-3 draft for {config.target.name or model.name}, {done.quant}, {done.size / 1e6:.1f} MB, "
+        f"{done.n_params / 1e6:.1f} M parameters, {vocabulary} tokens"
+    )
+    if parity:
+        from localspec.convert.parity import check
+
+        say(check(source, output, model, Path(data) if data else None).summary())
+    say(f"run it: localspec run --target {model} --draft {output}")
+
+
+def _target_of(checkpoint: Path) -> Path:
+    """The target that a checkpoint of ours names, or the default model where that is it."""
+    from localspec.default_model import default_model
+    from localspec.gguf_file import GGUFFile
+    from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig, TargetIdentity
+
+    if not (checkpoint / CHECKPOINT_FILE).is_file():
+        raise UsageError(f"{checkpoint} does not say for which target it was trained: give --target FILE")
+    config = SpeculatorConfig.load(checkpoint)
+    named = config.provenance.get("target_file")
+    for path in [Path(named)] if isinstance(named, str) and Path(named).is_file() else []:
+        if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is None:
+            return path
+    path = default_model(progress=say)
+    if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is not None:
+        raise PairingError(f"{checkpoint} was trained for {config.target.name}: give that model as --target FILE")
+    return path
