@@ -107,7 +107,8 @@ class Checkpoint:
             raise self.error(f"has {layer['num_hidden_layers']} layers; llama.cpp's EAGLE-3 graph has one")
         if (layer.get("rope_scaling") or layer.get("rope_parameters") or {}).get("rope_type", "default") != "default":
             raise self.error("scales its rope, which can't be converted yet")
-        missing = [k for k in ("hidden_size", "intermediate_size", "num_attention_heads") if not isinstance(layer.get(k), int)]
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads")
+        missing = [key for key in needed if not isinstance(layer.get(key), int)]
         if missing:
             raise self.error(f"says no {missing[0]} in config.json")
         taps = layer.get("eagle_aux_hidden_state_layer_ids")

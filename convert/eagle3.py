@@ -214,7 +214,7 @@ def _own_embedding(source: Checkpoint, config: SpeculatorConfig, target: GGUFFil
 
 
 def stored(values: dict[str, np.ndarray], kind: str) -> Tensors:
-    """Tensors as a file stores them: matrices as `kind`, F16 where their rows can't be cut into its blocks; the rest as is."""
+    """Tensors as a file stores them: matrices as `kind`, F16 where rows can't be cut into its blocks; the rest as is."""
     out: Tensors = {}
     for name, value in values.items():
         if value.dtype == np.int64:

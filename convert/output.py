@@ -46,9 +46,12 @@ def partial(target: Path) -> Iterator[Path]:
             path.unlink()
 
 
-def write_gguf(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, tuple[str, np.ndarray]]) -> None:
+def write_gguf(
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, tuple[str, np.ndarray]]
+) -> None:
     """Write one GGUF file. `keys` are full names in order: int becomes u32, float f32, a list of int an array of i32;
-    `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes u8[..., n].
+    `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes
+    u8[..., n].
     """
     import gguf
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from localspec.convert.quantize import quantize, size_remark
 
 from localspec.accept import Sampling
+from localspec.convert.quantize import quantize, size_remark
 from localspec.engine import Engine, Request
 from localspec.errors import LocalspecError, UsageError
 from localspec.model import Model

@@ -88,7 +88,8 @@ def _checkpoint(
     model = Path(target) if target else _target_of(source)
     done = convert(source, model, output, quant, overwrite=force)
     config = done.config
-    vocabulary = f"{config.draft_vocab:,} of {config.target.n_vocab:,}" if config.draft_vocab else f"all {config.target.n_vocab:,}"
+    n_vocab = config.target.n_vocab
+    vocabulary = f"{config.draft_vocab:,} of {n_vocab:,}" if config.draft_vocab else f"all {n_vocab:,}"
     say(
         f"{output}: EAGLE-3 draft for {config.target.name or model.name}, {done.quant}, {done.size / 1e6:.1f} MB, "
         f"{done.n_params / 1e6:.1f} M parameters, {vocabulary} tokens"
@@ -113,7 +114,7 @@ def _target_of(checkpoint: Path) -> Path:
     for path in [Path(named)] if isinstance(named, str) and Path(named).is_file() else []:
         if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is None:
             return path
-    path = default_model(progress=say)
+    path = default_model()
     if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is not None:
         raise PairingError(f"{checkpoint} was trained for {config.target.name}: give that model as --target FILE")
     return path
