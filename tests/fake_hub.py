@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, name: str) -> None:
         repo = self._may_read(name, for_file=False)
         if repo is not None:
-            siblings = [{"rfilename": file} for file in repo.files]
+            siblings = [{"rfilename": file, "size": len(content)} for file, content in repo.files.items()]
             body = {"id": name, "sha": COMMIT, "private": repo.private, "gated": repo.gated, "siblings": siblings}
             self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 

@@ -70,8 +70,9 @@ def _supplied(file: PackagedFile, folder: str | None) -> Path | None:
     return None
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _say(title: str, n_bytes: int, total: int) -> None:
+    if n_bytes == 0:
+        print(f"fetching {title} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
 
 
 def main(names: list[str]) -> int:

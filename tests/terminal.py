@@ -12,15 +12,20 @@ import pyte
 
 
 class Terminal:
-    """Runs ``localspec ARGS...`` on a screen of `columns` by `rows`; `raw` is every byte that it wrote."""
+    """Runs ``localspec ARGS...`` on a screen of `columns` by `rows`; `raw` is every byte that it wrote.
 
-    def __init__(self, *args: object, env: Mapping[str, str], cwd: Path, columns: int = 80, rows: int = 24):
+    With `python` it is ``python ARGS...``.
+    """
+
+    def __init__(
+        self, *args: object, env: Mapping[str, str], cwd: Path, columns: int = 80, rows: int = 24, python: bool = False
+    ):
         self.screen = pyte.HistoryScreen(columns, rows, history=2000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         self.process = pexpect.spawn(
             sys.executable,
-            ["-m", "localspec", *map(str, args)],
+            [*(() if python else ("-m", "localspec")), *map(str, args)],
             env={"TERM": "xterm-256color", **env},
             cwd=str(cwd),
             dimensions=(rows, columns),

