@@ -17,8 +17,6 @@ namespace {
 
 #if defined(__x86_64__)
 
-
-
 // Bits of CPUID leaf 7 and the state the operating system saves (XCR0), asked directly: compilers differ in which names
 // __builtin_cpu_supports knows.
 struct X86 {
@@ -51,19 +49,35 @@ const Kernels *supported(int i) {
 
 #elif defined(__aarch64__)
 
-bool has_dot_product() {
-#if defined(__linux__)
-    return getauxval(AT_HWCAP) >> 20 & 1;
-#elif defined(__APPLE__)
+#if defined(__APPLE__)
+bool feature(const char *name) {
     int on = 0;
     size_t size = sizeof on;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &on, &size, nullptr, 0) == 0 && on;
-#else
-    return false;
-#endif
+    return sysctlbyname(name, &on, &size, nullptr, 0) == 0 && on;
 }
+#endif
 
-const Kernels *supported(int i) { return i == 0 && has_dot_product() ? kernels_neon() : nullptr; }
+struct Arm {
+    bool dot_product = false, i8mm = false;
+    Arm() {
+#if defined(__linux__)
+        dot_product = getauxval(AT_HWCAP) >> 20 & 1;
+        i8mm = dot_product && (getauxval(AT_HWCAP2) >> 13 & 1);
+#elif defined(__APPLE__)
+        dot_product = feature("hw.optional.arm.FEAT_DotProd");
+        i8mm = dot_product && feature("hw.optional.arm.FEAT_I8MM");
+#endif
+    }
+};
+
+const Kernels *supported(int i) {
+    static const Arm cpu;
+    switch (i) {
+        case 0: return cpu.i8mm ? kernels_neon_i8mm() : nullptr;
+        case 1: return cpu.dot_product ? kernels_neon() : nullptr;
+        default: return nullptr;
+    }
+}
 
 #else
 const Kernels *supported(int) { return nullptr; }

@@ -29,6 +29,7 @@ const Kernels *kernels_reference();
 const Kernels *kernels_avx512();   // AVX512 F, BW, DQ, VL, VNNI
 const Kernels *kernels_avxvnni();  // AVX2, FMA, F16C, AVX-VNNI
 const Kernels *kernels_avx2();     // AVX2, FMA, F16C
+const Kernels *kernels_neon_i8mm();  // ARMv8.2 dot product and ARMv8.6 8-bit matrix multiplication
 const Kernels *kernels_neon();     // ARMv8.2 dot product
 
 // The fastest table this CPU can run, or nullptr when there is none. LOCALSPEC_ISA=<name> asks for a certain one.

@@ -339,15 +339,17 @@ static void check_experts(const Kernels &kernels, int type, int n_threads, bool 
         }
 }
 
-int main() {
+// With --list only the names of what would run.
+int main(int argc, char **argv) {
     std::printf("ran: reference");
     std::vector<const Kernels *> all{kernels_reference()};
-    for (const char *name : {"avx512", "avxvnni", "avx2", "neon"})
+    for (const char *name : {"avx512", "avxvnni", "avx2", "neon-i8mm", "neon"})
         if (const Kernels *const k = kernels_named(name)) {
             std::printf(" %s", name);
             all.push_back(k);
         }
     std::printf("\n");
+    if (argc > 1 && std::strcmp(argv[1], "--list") == 0) return 0;
     for (const Format &f : kFormats) {
         check_packing(f, f.super * 3, 21);
         check_packing(f, f.super, 1);
