@@ -241,7 +241,7 @@ class Engine:
         at = 0
         n_gained = 0
         for run, draft, verdict in zip(active, drafts, verdicts):
-            step = self._take(run, verdict, Rows(rows.logits[at : at + len(draft.tokens) + 1]))
+            step = self._take(run, verdict, rows.slice(at, at + len(draft.tokens) + 1))
             at += len(draft.tokens) + 1
             n_gained += sum(piece.token >= 0 for piece in step.pieces)
             steps.append(step)
@@ -307,7 +307,7 @@ class Engine:
         # The cache keeps the pending token and the kept drafts; the token gained last is the new pending one.
         self.session.rollback(seq.slot, held + len(pieces) - 1)
         if self.drafter is not None:
-            self.drafter.commit(seq, Rows(rows.logits[: len(pieces)]))
+            self.drafter.commit(seq, rows.slice(0, len(pieces)))
         if stop is not None and stop != "stop-string":
             pieces.extend(self._rest(run))
         return Step(seq.slot, pieces, stop)

@@ -38,6 +38,15 @@ HYBRID = _names(
     """
 )
 
+# Graphs that mark the input of every layer (t_layer_inp in src/models/*.cpp), so that llama.cpp hands it over. Asking on any
+# other graph aborts the process.
+LAYER_INPUTS = _names(
+    """
+    llama qwen3 qwen3moe qwen3next qwen35 qwen35moe gemma4 gpt-oss lfm2 lfm2moe hunyuan_vl hunyuan-dense nemotron_h
+    nemotron_h_moe mimo2 minimax-01 minimax-m2 muse-glimmer nanbeige bailingmoe3
+    """
+)
+
 # Every architecture that this version has a graph for (it knows the name "gptj", but has no graph).
 KNOWN = (
     _names(

@@ -12,8 +12,11 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from localspec.errors import NativeError, UsageError
 from localspec.library_file import check_whole
@@ -181,3 +184,71 @@ def unbound() -> None:
 def has_gpu() -> bool:
     """Whether this build of llama.cpp can offload layers."""
     return bool(lib().llama_supports_gpu_offload())
+
+
+# -- hidden states (llama.cpp's unstable interface, and its eval callback) ---------------------------------------------
+
+_LAYER_INPUTS = (
+    "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+    "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+)
+_layer_inputs: tuple[Any, Any] | None = None
+
+
+def layer_inputs() -> tuple[Any, Any] | None:
+    """llama.cpp's C++ functions that ask for and give the input of a layer; None where this build does not export them."""
+    global _layer_inputs
+    if _layer_inputs is None:
+        try:
+            ask, give = (getattr(lib()._lib, name) for name in _LAYER_INPUTS)
+        except AttributeError:
+            return None
+        ask.argtypes, ask.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool], None
+        give.argtypes, give.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.POINTER(ctypes.c_float)
+        _layer_inputs = ask, give
+    return _layer_inputs
+
+
+def _layer_input_function(which: int) -> Any:
+    functions = layer_inputs()
+    if functions is None:
+        raise NativeError("this build of llama.cpp does not give the inputs of its layers")
+    return functions[which]
+
+
+def ask_layer_input(context: Any, layer: int) -> None:
+    """Have every decode keep the input of this layer. Aborts the process on a graph that does not mark it: check first."""
+    _layer_input_function(0)(context, layer, True)
+
+
+def layer_input(context: Any, layer: int, n_rows: int, n_embd: int) -> np.ndarray:
+    """f32[n_rows, n_embd] of the last decode, a view, in the order of the batch."""
+    address = ctypes.cast(_layer_input_function(1)(context, layer), ctypes.c_void_p).value
+    if not address:
+        raise NativeError("llama.cpp gave no layer input")
+    view = (ctypes.c_float * (n_rows * n_embd)).from_address(address)
+    return np.frombuffer(memoryview(view), np.float32).reshape(n_rows, n_embd)
+
+
+def eval_callback(wanted: Callable[[bytes], bool], take: Callable[[bytes, np.ndarray], None]) -> Any:
+    """An eval callback for llama_context_params: `take(name, rows)` gets a copy, f32[rows, width], of every computed
+    tensor whose name is `wanted`. Keep what it returns for as long as the context lives."""
+    shared = lib()._lib
+    name_of, n_bytes, copy = shared.ggml_get_name, shared.ggml_nbytes, shared.ggml_backend_tensor_get
+    name_of.argtypes, name_of.restype = [ctypes.c_void_p], ctypes.c_char_p
+    n_bytes.argtypes, n_bytes.restype = [ctypes.c_void_p], ctypes.c_size_t
+    copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t], None
+    n_rows = shared.ggml_nrows
+    n_rows.argtypes, n_rows.restype = [ctypes.c_void_p], ctypes.c_int64
+
+    def on_node(tensor: int, ask: bool, _user: Any) -> bool:
+        name = name_of(tensor)
+        if not wanted(name):
+            return not ask
+        if not ask:
+            rows = np.empty((n_rows(tensor), n_bytes(tensor) // 4 // max(1, n_rows(tensor))), np.float32)
+            copy(tensor, rows.ctypes.data, 0, rows.nbytes)
+            take(name, rows)
+        return True
+
+    return lib().ggml_backend_sched_eval_callback(on_node)

@@ -16,6 +16,7 @@ from localspec import native
 from localspec.errors import ContextFullError, LocalspecError, NativeError, UsageError
 from localspec.memory import available_memory, memory_needed
 from localspec.model import Model
+from localspec.taps import Taps
 
 #: ggml's cache types that a user may name with -ctk/-ctv, as llama.cpp does.
 CACHE_TYPES = {
@@ -35,6 +36,7 @@ class SessionSettings:
     type_k: str = "f16"
     type_v: str = "f16"
     flash_attention: str = "auto"
+    taps: tuple[int, ...] = ()  # hidden states to read in every decode, see taps.py
 
     def __post_init__(self) -> None:
         if self.n_ctx < 0 or self.n_ctx > 1 << 24:
@@ -52,9 +54,15 @@ class SessionSettings:
 
 @dataclass(slots=True)
 class Rows:
-    """What one decode gave: logits f32[m, V], one row per token asked for. A view, valid until the next call."""
+    """What one decode gave, one row per token asked for: logits f32[m, V], taps f32[m, n_taps, H] where the session has
+    taps. Views, valid until the next call."""
 
     logits: np.ndarray
+    taps: np.ndarray | None = None
+
+    def slice(self, start: int, end: int) -> Rows:
+        """Rows start to end."""
+        return Rows(self.logits[start:end], None if self.taps is None else self.taps[start:end])
 
 
 class TargetSession:
@@ -82,11 +90,16 @@ class TargetSession:
         # A window's cache keeps n_swa + n_batch cells. Rolling back within the last block is always safe there: a cell is
         # reused only once it lies outside the window of a token that is kept for good.
         params.swa_full = False
+        self.taps = Taps(model, settings.taps, settings.n_batch) if settings.taps else None
+        if self.taps is not None:
+            self.taps.prepare(params)
         native.clear_log()
         self.handle = lib.llama_init_from_model(model.handle, params)
         if not self.handle:
             reason = native.last_log_error() or "not enough memory?"
             raise NativeError(f"{model.path}: no context of {n_ctx} tokens: {reason}; try a smaller --ctx-size")
+        if self.taps is not None:
+            self.taps.attach(self.handle)
         self._memory = lib.llama_get_memory(self.handle)
         #: tokens that one sequence can hold; llama.cpp rounds up, a user's own limit is kept
         self.n_ctx = min(n_ctx, int(lib.llama_n_ctx_seq(self.handle)))
@@ -131,7 +144,7 @@ class TargetSession:
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def decode(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> Rows:
-        """One decode of several blocks (seq, tokens), each appended to its sequence; logits f32[m, V] for every token.
+        """One decode of several blocks (seq, tokens), each appended to its sequence; logits and taps for every token.
 
         Raises ContextFullError before anything is computed when a sequence has no room.
         """
@@ -145,13 +158,22 @@ class TargetSession:
             raise NativeError("llama.cpp gave no logits")
         n_vocab = self.model.n_vocab
         view = (ctypes.c_float * (n * n_vocab)).from_address(address)
-        return Rows(np.frombuffer(memoryview(view), np.float32).reshape(n, n_vocab))
+        taps = None if self.taps is None else self.taps.read([(seq, len(tokens)) for seq, tokens in blocks])
+        return Rows(np.frombuffer(memoryview(view), np.float32).reshape(n, n_vocab), taps)
 
-    def prefill(self, seq: int, tokens: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> int:
+    def prefill(
+        self,
+        seq: int,
+        tokens: Sequence[int],
+        stopped: Callable[[], bool] = lambda: False,
+        tapped: Callable[[int, np.ndarray], None] | None = None,
+    ) -> int:
         """Bring the cache of `seq` to exactly `tokens`, keeping the beginning that it already holds.
 
         Returns how many tokens had to be computed. Works in pieces of n_batch, so an interrupt gets through; what was
-        done until then stays usable. `stopped` is asked before each piece; True leaves the rest out.
+        done until then stays usable. `stopped` is asked before each piece; True leaves the rest out. `tapped` gets the
+        position of each piece's first token and its taps f32[n, n_taps, H], valid until it returns; what the cache held
+        already is not among them.
         """
         keep = self.rollback(seq, _common(self.tokens[seq], tokens))
         for start in range(keep, len(tokens), self.n_batch):
@@ -159,9 +181,11 @@ class TargetSession:
                 return start - keep
             piece = tokens[start : start + self.n_batch]
             n = self._fill([(seq, piece)])
-            self._want[:n] = 0
+            self._want[:n] = self.taps is not None and self.taps.needs_every_row
             self._run(n)
             self.tokens[seq].extend(piece)
+            if tapped is not None and self.taps is not None:
+                tapped(start, self.taps.read([(seq, n)]))
         return len(tokens) - keep
 
     def _fill(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> int:
@@ -185,6 +209,8 @@ class TargetSession:
 
     def _run(self, n: int) -> None:
         native.clear_log()
+        if self.taps is not None:
+            self.taps.clear()
         status = native.lib().llama_decode(self.handle, self._batch)
         if status != 0:
             self._recover()
