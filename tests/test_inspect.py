@@ -83,9 +83,19 @@ def test_a_pair_that_does_not_fit(cli: Any, tiny: Path, tmp_path: Path) -> None:
     assert "pre-tokenizer qwen2" in done.stdout
     assert "--draft" not in done.stdout
     assert "-md" not in done.stdout
+    # What is said is about the target alone, and of one mind: the drafter, the memory, the commands.
+    _, pair = done.stdout.split("pair\n")
+    assert "ngram, accept rule match" in pair
+    assert "none" not in pair
+    assert "for the target alone at a context of 512" in pair
     report = json.loads(cli("inspect", tiny, other, "--json").stdout)
     assert report["pair"]["fits"] is False
     assert "pre-tokenizers differ" in report["pair"]["error"]
+    assert report["pair"]["drafter"] == "ngram"
+    assert report["memory"] == report["target"]["memory"]["total"]
+    run = shlex.split(report["commands"]["localspec run"])
+    assert json.loads(cli(*run[1:], "-n", 2, "--json").stdout)["drafter"] == "ngram"
+    assert shlex.split(report["commands"]["llama-server"])[3:5] == ["--spec-type", "ngram-simple"]
 
 
 def test_one_file_alone(cli: Any, tiny: Path, tmp_path: Path) -> None:
@@ -95,6 +105,8 @@ def test_one_file_alone(cli: Any, tiny: Path, tmp_path: Path) -> None:
     head = cli("inspect", gguf_maker.eagle3_stub(tmp_path / "head.gguf", like=tiny))
     assert head.rc == 0
     assert "runs only beside the model" in head.stdout
+    assert "plain decoding" not in head.stdout
+    assert "commands" not in head.stdout
 
 
 def test_models_that_cannot_roll_back(cli: Any, tiny: Path, tmp_path: Path) -> None:
@@ -103,6 +115,7 @@ def test_models_that_cannot_roll_back(cli: Any, tiny: Path, tmp_path: Path) -> N
     assert done.rc == 0
     assert "speculation is off: mamba is recurrent" in done.stdout
     assert "--spec-type none" in done.stdout
+    assert "for the target alone" in done.stdout
     as_draft = cli("inspect", tiny, mamba)
     assert as_draft.rc == 2
     assert "mamba.gguf can't draft: mamba is recurrent" in as_draft.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def inspect_cmd(
 
 @dataclass(frozen=True)
 class Pair:
-    """How the two work together. ``drafter`` is ours and None where there is none; ``error`` says why they don't."""
+    """How the two work together: ``drafter`` is ours and None where there is none. ``error`` says why they don't; then
+    it is about the target alone, but for ``llama_spec_type``, which may still be the pair's."""
 
     drafter: str | None
     llama_spec_type: str | None
@@ -88,22 +89,35 @@ class Report:
     pair: Pair
     kernels: str
 
+    @property
+    def uses_draft(self) -> bool:
+        """Whether we would load the draft."""
+        return self.draft is not None and self.pair.drafter not in (None, "ngram")
+
+    @property
+    def memory(self) -> int:
+        """Bytes that we would need in all: the draft's only where it is loaded."""
+        return sum(need.total for need in (self.needs if self.uses_draft else self.needs[:1]))
+
     def commands(self) -> dict[str, str]:
-        """Ready to paste, by program."""
+        """Ready to paste, by program; none for a draft head alone, which no program runs."""
         target, pair = str(self.target.path), self.pair
+        if self.target.architecture in DRAFT_HEADS:
+            return {}
         ours = ["localspec", "run", "--target", target]
         theirs = ["-m", target]
-        if self.draft is not None and pair.drafter not in (None, "ngram"):
+        if self.draft is not None and self.uses_draft:
             ours += ["--draft", str(self.draft.path)]
         elif pair.drafter is None:
-            ours += ["--spec-type", "ngram" if can_roll_back(self.target)[0] else "none"]
+            ours += ["--spec-type", "none"]
         if pair.drafter is not None:
             ours += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
         if pair.llama_spec_type is not None:
-            if self.draft is not None:
+            with_draft = pair.llama_spec_type.startswith("draft-")
+            if self.draft is not None and with_draft:
                 theirs += ["-md", str(self.draft.path)]
             theirs += ["--spec-type", pair.llama_spec_type]
-            if pair.llama_spec_type.startswith("draft-"):
+            if with_draft:
                 theirs += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
         theirs += ["-c", str(self.n_ctx)]
         ours += ["-c", str(self.n_ctx), "-p", PROMPT]
@@ -127,7 +141,7 @@ class Report:
                 "error": self.pair.error,
             },
             "n_ctx": self.n_ctx,
-            "memory": sum(need.total for need in self.needs),
+            "memory": self.memory,
             "kernels": self.kernels,
             "commands": self.commands(),
         }
@@ -149,33 +163,37 @@ def inspect_files(
 
 
 def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
-    remarks = [
-        f"the {file.role} was trained on {file.n_ctx_train} tokens; beyond, it gets worse"
-        for file in (target, draft)
-        if file is not None and n_ctx > file.n_ctx_train
-    ]
+    remarks = _too_long(target, n_ctx)
     able, reason = can_roll_back(target)
+    alone = Pair("ngram", LLAMA_SPEC_TYPES["ngram"], (*remarks, "without a draft model, by looking back"), None)
+    if target.architecture in DRAFT_HEADS:
+        head = "a draft head: it runs only beside the model it was made for (localspec inspect TARGET HEAD)"
+        alone = Pair(None, None, (*remarks, head), None)
+    elif not able:
+        alone = Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
     if draft is None:
-        if target.architecture in DRAFT_HEADS:
-            return Pair(None, None, (*remarks, "a draft head: it runs only beside the model it was made for"), None)
-        if not able:
-            return Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
-        return Pair("ngram", LLAMA_SPEC_TYPES["ngram"], (*remarks, "without a draft model, by looking back"), None)
+        return alone
     try:
         check_pair(target, draft)
         spec_type = LLAMA_SPEC_TYPES[DRAFT_HEADS.get(draft.architecture, "lm")] if able else None
     except PairingError as e:
-        return Pair(None, None, tuple(remarks), str(e))
+        return replace(alone, error=str(e))
     try:
         drafter = drafter_for(draft)
     except PairingError as e:
-        return Pair(None, spec_type, tuple(remarks), str(e))
+        return replace(alone, llama_spec_type=spec_type, error=str(e))
     draft_able, draft_reason = can_roll_back(draft)
     if not draft_able:
-        return Pair(None, None, tuple(remarks), f"{clip(draft.path.name, 120)} can't draft: {draft_reason}")
+        return replace(alone, error=f"{clip(draft.path.name, 120)} can't draft: {draft_reason}")
     if not able:
-        return Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
-    return Pair(drafter, spec_type, tuple(remarks), None)
+        return alone
+    return Pair(drafter, spec_type, (*remarks, *_too_long(draft, n_ctx)), None)
+
+
+def _too_long(file: GGUFFile, n_ctx: int) -> tuple[str, ...]:
+    if n_ctx <= file.n_ctx_train:
+        return ()
+    return (f"the {file.role} was trained on {file.n_ctx_train} tokens; beyond, it gets worse",)
 
 
 def _facts(file: GGUFFile) -> dict[str, Any]:
@@ -252,10 +270,11 @@ def _pair_rows(report: Report) -> Rows:
         rows.append(("fits", f"no: {pair.error}"))
     elif report.draft is not None:
         rows.append(("fits", "yes: " + _same_tokens(report.target, report.draft)))
-    rows.append(("drafter", f"{pair.drafter}, accept rule {RULE}" if pair.drafter else "none: plain decoding"))
+    nothing = "none" if report.target.architecture in DRAFT_HEADS else "none: plain decoding"
+    rows.append(("drafter", f"{pair.drafter}, accept rule {RULE}" if pair.drafter else nothing))
     rows += [("note", remark) for remark in pair.remarks]
-    total = _bytes(sum(need.total for need in report.needs))
-    rows.append(("memory", f"about {total} in all at a context of {report.n_ctx} tokens"))
+    whose = "for the target alone" if report.draft is not None and not report.uses_draft else "in all"
+    rows.append(("memory", f"about {_bytes(report.memory)} {whose} at a context of {report.n_ctx} tokens"))
     rows.append(("kernels", report.kernels))
     return rows
 
@@ -285,8 +304,10 @@ def _show(report: Report) -> None:
         for label, text in rows:
             click.echo(f"  {label:<14} {text}")
         click.echo()
-    click.echo("commands")
-    for command in report.commands().values():
+    commands = report.commands()
+    if commands:
+        click.echo("commands")
+    for command in commands.values():
         click.echo(f"  {command}")
 
 
@@ -306,8 +327,10 @@ def _show_rich(report: Report) -> None:
             grid.add_row("  " + label, Text(text, style="red" if bad else ""))
         console.print(grid)
         console.print()
-    console.print(Text("commands", style="bold"))
-    for command in report.commands().values():
+    commands = report.commands()
+    if commands:
+        console.print(Text("commands", style="bold"))
+    for command in commands.values():
         # Not wrapped by us: a wrapped command can't be copied.
         console.print(Text("  " + command), soft_wrap=True)
 
