@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from localspec.bench import Group, Result, run_bench
+from localspec.cli.help import Command, option
 from localspec.cli.loading import Loaded, open_engine
 from localspec.cli.options import (
     ModelChoice,
@@ -30,17 +31,17 @@ from localspec.peer import Peers
 from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @model_options
 @draft_options
 @sampling_options(temperature=0.0)
-@click.option("--prompts", "prompts_file", metavar="FILE",
-              help='Prompts, a line each: {"prompt": "..."} or {"turns": ["..."], "source": "..."}. [six of our own]')
-@click.option("--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts; 0: all.")
-@click.option("-n", "--n-predict", "n_predict", type=click.IntRange(1), default=128, show_default=True, metavar="N",
-              help="Tokens per prompt.")
-@click.option("--peer-llama-server", "peer", metavar="PATH",
-              help="Start this llama-server with the same files and flags and measure it beside ours.")
+@option("Measuring", "--prompts", "prompts_file", metavar="FILE",
+        help='Prompts, a line each: {"prompt": "..."} or {"turns": ["..."], "source": "..."}. [six of our own]')
+@option("Measuring", "--limit", type=click.IntRange(0), default=0, metavar="N", help="At most N prompts; 0: all.")
+@option("Measuring", "-n", "--n-predict", "n_predict", type=click.IntRange(1), default=128, show_default=True, metavar="N",
+        help="Tokens per prompt.")
+@option("Measuring", "--peer-llama-server", "peer", metavar="PATH",
+        help="Start this llama-server with the same files and flags and measure it beside ours.")
 def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | None, **options: Any) -> None:  # fmt: skip
     """Measure plain against speculative decoding on the same prompts.
 

@@ -14,20 +14,21 @@ import click
 from localspec.chat.commands import COMMAND_NAMES, run_command
 from localspec.chat.conversation import Chat, PlainTranscript
 from localspec.chat.screen import ENDS, Screen, open_screen
+from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
 from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
 from localspec.errors import LocalspecError, UsageError
 
 
-@click.command("chat")
+@click.command("chat", cls=Command)
 @model_options
 @draft_options
 @sampling_options(seed=-1)
-@click.option("-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
-              help="Tokens per answer at most; -1: until the model ends.")
-@click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
-@click.option("--plain", is_flag=True, help="Plain text and lines: no Markdown, no editing, no colours.")
+@option("Output", "-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
+        help="Tokens per answer at most; -1: until the model ends.")
+@option("Prompt", "-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
+@option("Output", "--plain", is_flag=True, help="Plain text and lines: no Markdown, no editing, no colours.")
 def chat_cmd(n_predict: int, system: str | None, plain: bool, **options: Any) -> None:  # fmt: skip
     """Talk with a model, drafting where that is faster.
 

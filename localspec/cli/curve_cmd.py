@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from localspec import native
+from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, target_path
 from localspec.cli.options import ModelChoice, model_options, take_models
@@ -37,14 +38,15 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
     return sizes
 
 
-@click.command("curve")
+@click.command("curve", cls=Command)
 @model_options
-@click.option("--sizes", callback=_sizes, metavar="N,N,...",
-              help="Block sizes; 1 is always measured. [default: 1 to 16 and 32]")
-@click.option("--context", "n_context", type=click.IntRange(1), default=128, show_default=True, metavar="N",
-              help="Tokens already in the cache.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, metavar="N", help="Decodes of each size.")
-@click.option("--compare", is_flag=True, help="Measure llama.cpp's own kernels and ours, in turn.")
+@option("Measuring", "--sizes", callback=_sizes, metavar="N,N,...",
+        help="Block sizes; 1 is always measured. [default: 1 to 16 and 32]")
+@option("Measuring", "--context", "n_context", type=click.IntRange(1), default=128, show_default=True, metavar="N",
+        help="Tokens already in the cache.")
+@option("Measuring", "--rounds", type=click.IntRange(1), default=7, show_default=True, metavar="N",
+        help="Decodes of each size.")
+@option("Measuring", "--compare", is_flag=True, help="Measure llama.cpp's own kernels and ours, in turn.")
 @click.option("--serve", is_flag=True, hidden=True, help="Measure one round for each line of standard input.")
 def curve_cmd(
     sizes: tuple[int, ...], n_context: int, rounds: int, compare: bool, serve: bool, **options: Any

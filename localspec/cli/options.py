@@ -14,6 +14,7 @@ import click
 
 from localspec import native
 from localspec.accept import Sampling
+from localspec.cli.help import option
 from localspec.control import DEFAULT_N_MAX
 from localspec.errors import UsageError
 from localspec.target import SessionSettings
@@ -38,54 +39,59 @@ def _layers(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 
 
 model_options = _stack(
-    click.option("-m", "--target", "--model", "target", metavar="FILE", help="The model whose text counts (GGUF)."),
-    click.option("-hf", "hf", metavar="USER/REPO[:QUANT]", help="The target, from the Hugging Face Hub."),
-    click.option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context in tokens; 0: at most 4096."),
-    click.option("-t", "--threads", "n_threads", type=int, default=0, metavar="N", help="CPU threads; 0: one per core."),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", default="0", callback=_layers, metavar="N|all",
-                 help="Layers on the GPU."),
-    click.option("-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto", help="Flash attention."),
-    click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE",
-                 help="Type of cached keys: f16, q8_0, ..."),
-    click.option("-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE",
-                 help="Type of cached values: f16, q8_0, ..."),
-    click.option("--kernels", type=click.Choice(native.KERNELS), default="auto", show_default=True,
-                 help="CPU kernels: llama.cpp's own or ours."),
+    option("Model", "-m", "--target", "--model", "target", metavar="FILE", help="The model whose text counts (GGUF)."),
+    option("Model", "-hf", "hf", metavar="USER/REPO[:QUANT]", help="The target, from the Hugging Face Hub."),
+    option("Context", "-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N",
+           help="Context in tokens; 0: at most 4096."),
+    option("Machine", "-t", "--threads", "n_threads", type=int, default=0, metavar="N",
+           help="CPU threads; 0: one per core."),
+    option("Machine", "-ngl", "--n-gpu-layers", "n_gpu_layers", default="0", callback=_layers, metavar="N|all",
+           help="Layers on the GPU."),
+    option("Context", "-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto",
+           help="Flash attention."),
+    option("Context", "-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE",
+           help="Type of cached keys: f16, q8_0, ..."),
+    option("Context", "-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE",
+           help="Type of cached values: f16, q8_0, ..."),
+    option("Machine", "--kernels", type=click.Choice(native.KERNELS), default="auto", show_default=True,
+           help="CPU kernels: llama.cpp's own or ours."),
 )  # fmt: skip
 
 draft_options = _stack(
-    click.option("-md", "--draft", "--model-draft", "draft", metavar="FILE", help="The draft model (GGUF)."),
-    click.option("-hfd", "hfd", metavar="USER/REPO[:QUANT]", help="The draft, from the Hugging Face Hub."),
-    click.option("-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers,
-                 help="Layers of the draft on the GPU."),
-    click.option("--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm",
-                 help="How to draft. auto: by the draft's architecture, ngram without one."),
-    click.option("--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), default=DEFAULT_N_MAX, show_default=True,
-                 metavar="N", help="Tokens drafted at most per verification."),
-    click.option("--spec-draft-p-min", "p_min", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="P",
-                 help="Stop drafting where the draft is less sure than this."),
-    click.option("--spec-adapt/--no-spec-adapt", "adapt", default=True, show_default=True,
-                 help="Stop drafting while it does not pay on this machine."),
-    click.option("--accept", "rule", type=click.Choice(["match", "reject"]), default="match", show_default=True,
-                 help="match: the plain text of the same seed. reject: rejection sampling, same distribution."),
+    option("Speculation", "-md", "--draft", "--model-draft", "draft", metavar="FILE", help="The draft model (GGUF)."),
+    option("Speculation", "-hfd", "hfd", metavar="USER/REPO[:QUANT]", help="The draft, from the Hugging Face Hub."),
+    option("Machine", "-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers, metavar="N|all",
+           help="Layers of the draft on the GPU."),
+    option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm",
+           help="How to draft. auto: by the draft's architecture, ngram without one."),
+    option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), default=DEFAULT_N_MAX,
+           show_default=True, metavar="N", help="Tokens drafted at most per verification."),
+    option("Speculation", "--spec-draft-p-min", "p_min", type=click.FloatRange(0, 1), default=0.0,
+           show_default=True, metavar="P", help="Stop drafting where the draft is less sure than this."),
+    option("Speculation", "--spec-adapt/--no-spec-adapt", "adapt", default=True, show_default=True,
+           help="Stop drafting while it does not pay on this machine."),
+    option("Speculation", "--accept", "rule", type=click.Choice(["match", "reject"]), default="match", show_default=True,
+           help="match: the plain text of the same seed. reject: rejection sampling, same distribution."),
 )  # fmt: skip
 
 
 def sampling_options(temperature: float = 0.8, seed: int = 0) -> Callable[[F], F]:
     """The options of Sampling, with a command's own defaults; seed -1 takes a random one."""
     return _stack(
-        click.option("--temp", "temperature", type=float, default=temperature, show_default=True,
-                     help="Temperature; 0 is greedy."),
-        click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k likeliest tokens; 0: all."),
-        click.option("--top-p", type=float, default=0.95, show_default=True, help="Keep this much probability; 1: all."),
-        click.option("--min-p", type=float, default=0.05, show_default=True,
-                     help="Drop tokens below this share of the top."),
-        click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."),
-        click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: off."),
-        click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: off."),
-        click.option("--repeat-last-n", "penalty_last_n", type=int, default=64, show_default=True,
-                     help="Tokens that the penalties look at; 0: none, -1: all."),
-        click.option("-s", "--seed", type=int, default=seed, show_default=True, help="Seed; -1 takes a random one."),
+        option("Sampling", "--temp", "temperature", type=float, default=temperature, show_default=True,
+               help="Temperature; 0 is greedy."),
+        option("Sampling", "--top-k", type=int, default=40, show_default=True,
+               help="Keep the k likeliest tokens; 0: all."),
+        option("Sampling", "--top-p", type=float, default=0.95, show_default=True,
+               help="Keep this much probability; 1: all."),
+        option("Sampling", "--min-p", type=float, default=0.05, show_default=True,
+               help="Drop tokens below this share of the top."),
+        option("Sampling", "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."),
+        option("Sampling", "--presence-penalty", type=float, default=0.0, show_default=True, help="0: off."),
+        option("Sampling", "--frequency-penalty", type=float, default=0.0, show_default=True, help="0: off."),
+        option("Sampling", "--repeat-last-n", "penalty_last_n", type=int, default=64, show_default=True,
+               help="Tokens that the penalties look at; 0: none, -1: all."),
+        option("Sampling", "-s", "--seed", type=int, default=seed, show_default=True, help="Seed; -1 takes a random one."),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import click
 
 from localspec.cli import in_utf8
+from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
 from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
@@ -21,19 +22,19 @@ from localspec.template import ChatTemplate
 MAX_PROMPT_BYTES = 64 << 20
 
 
-@click.command("run")
+@click.command("run", cls=Command)
 @model_options
 @draft_options
 @sampling_options()
-@click.option("-p", "--prompt", help="The prompt. Without -p and -f it is read from standard input.")
-@click.option("-f", "--file", "prompt_file", metavar="FILE", help="Read the prompt from a file.")
-@click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
-@click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
-@click.option("-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
-              help="Tokens to write at most; -1: until the model ends.")
-@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
-@click.option("--show-draft", is_flag=True, help="Tint accepted draft tokens on a terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@option("Prompt", "-p", "--prompt", help="The prompt. Without -p and -f it is read from standard input.")
+@option("Prompt", "-f", "--file", "prompt_file", metavar="FILE", help="Read the prompt from a file.")
+@option("Prompt", "-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
+@option("Prompt", "--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
+@option("Output", "-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
+        help="Tokens to write at most; -1: until the model ends.")
+@option("Output", "--stop", "stops", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@option("Output", "--show-draft", is_flag=True, help="Tint accepted draft tokens on a terminal.")
+@option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def run_cmd(
     prompt: str | None, prompt_file: str | None, system: str | None, raw: bool, n_predict: int, stops: tuple[str, ...],
     show_draft: bool, as_json: bool, **options: Any,
