@@ -16,7 +16,7 @@ LAYERS = [
     ["library_file", "native", "gguf_format", "llama_arch", "gguf_guards", "gguf_file", "speculator"],
     ["tokenizer"],
     ["model"],
-    ["template", "pairing", "memory", "accept_reference", "accept", "control", "default_model", "hub", "fetch", "prompts",
+    ["template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch", "prompts",
      "taps"],
     ["target"],
     ["drafters", "data"],

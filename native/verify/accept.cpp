@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -208,10 +209,24 @@ bool draw_row(const Input & in, const Draws & out, int64_t r, const Place & at, 
     return true;
 }
 
-// Run task(i, bad) for each i; memory that can't be had becomes kNoMemory.
-template <class Task> int64_t run_all(const Input & in, Task task) {
+bool top_row(const float * row, int64_t n_vocab, int64_t k, const Tops & out, int64_t r) {
+    float top;
+    if (!filter.first(row, n_vocab, k, top)) return false;
+    const auto & ranked = filter.ranked();
+    const int64_t n = static_cast<int64_t>(ranked.size());
+    for (int64_t i = 0; i < k; i++) {
+        out.ids[r * k + i] = i < n ? ranked[i].id : 0;
+        out.logits[r * k + i] = i < n ? ranked[i].logit - top : -std::numeric_limits<float>::infinity();
+    }
+    out.largest[r] = top;
+    out.log_sum[r] = static_cast<float>(kernels().log(kernels().weights(row, n_vocab, top, 1.0, nullptr)));
+    return true;
+}
+
+// Run task(i) for each of n; it answers kDone or a row. Memory that can't be had becomes kNoMemory.
+template <class Task> int64_t run_all(int64_t n, bool gain, Task task) {
     std::atomic<int64_t> bad{kDone};
-    run_tasks(in.n_blocks, worth_threads(in), [&](int64_t i) {
+    run_tasks(n, gain, [&](int64_t i) {
         try {
             const int64_t row = task(i);
             if (row != kDone) lower(bad, row);
@@ -266,7 +281,13 @@ const char * misfit(const Input & in, const Drafted & drafted) {
 int64_t verify(const Input & in, const Drafted & drafted, const Verdicts & out) {
     std::vector<Place> places(in.n_blocks);
     walk(in, [&](int64_t b, const Place & at) { places[b] = at; });
-    return run_all(in, [&](int64_t b) { return verify_block(in, drafted, out, b, places[b]); });
+    return run_all(in.n_blocks, worth_threads(in), [&](int64_t b) { return verify_block(in, drafted, out, b, places[b]); });
+}
+
+int64_t top_k(const float * logits, int64_t n_rows, int64_t n_vocab, int64_t k, const Tops & out) {
+    const bool gain = 12.0 * static_cast<double>(n_vocab) * static_cast<double>(n_rows) >= kGain;
+    return run_all(n_rows, gain,
+                   [&](int64_t r) { return top_row(logits + r * n_vocab, n_vocab, k, out, r) ? kDone : r; });
 }
 
 int64_t draw(const Input & in, const Draws & out) {
@@ -277,7 +298,7 @@ int64_t draw(const Input & in, const Draws & out) {
         room[r + 1] = room[r] + most_kept(in.blocks[r], in.n_vocab);
     });
     const int64_t bad =
-        run_all(in, [&](int64_t r) { return draw_row(in, out, r, places[r], room[r], n_q[r]) ? kDone : r; });
+        run_all(in.n_blocks, worth_threads(in), [&](int64_t r) { return draw_row(in, out, r, places[r], room[r], n_q[r]) ? kDone : r; });
     if (bad != kDone || out.q_ids == nullptr) return bad;
     // Every row wrote at the beginning of its own room: close the gaps.
     int64_t n = 0;

@@ -81,6 +81,16 @@ int64_t verify(const Input & in, const Drafted & drafted, const Verdicts & out);
 // Draw a token from every row; in.blocks has one entry per row, with nothing drafted. Returns as verify does.
 int64_t draw(const Input & in, const Draws & out);
 
+// The k largest logits of each of n_rows rows: ids by rank, their logits less the largest one, that one, and the logarithm of
+// the sum of exp(logit - largest) over the whole row. Rows are judged on several threads. Returns as verify does.
+struct Tops {
+    int32_t * ids;  // [n_rows, k]
+    float * logits;  // [n_rows, k]; -inf past the end of a row with fewer numbers
+    float * largest;  // [n_rows]
+    float * log_sum;  // [n_rows]
+};
+int64_t top_k(const float * logits, int64_t n_rows, int64_t n_vocab, int64_t k, const Tops & out);
+
 // The most ids that a row's filtered distribution can hold.
 int64_t most_kept(const Block & settings, int64_t n_vocab);
 

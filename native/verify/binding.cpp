@@ -116,6 +116,26 @@ PyObject * py_draw(PyObject *, PyObject * args) {
     return run([&] { return draw(in, out); });
 }
 
+PyObject * py_top_k(PyObject *, PyObject * args) {
+    Numbers<float> logits, values, largest, log_sum;
+    Numbers<int32_t> ids;
+    long long n_vocab, k;
+    if (!PyArg_ParseTuple(args, "y*LLw*w*w*w*", &logits.view, &n_vocab, &k, &ids.view, &values.view, &largest.view,
+                          &log_sum.view)) {
+        return nullptr;
+    }
+    if (n_vocab <= 0 || n_vocab > INT32_MAX || logits.size() % n_vocab != 0) {
+        return refuse("logits are not [rows, vocabulary]"), nullptr;
+    }
+    const int64_t n_rows = logits.size() / n_vocab;
+    if (k < 1 || k > n_vocab) return refuse("k must be between 1 and the vocabulary's size"), nullptr;
+    if (ids.size() != n_rows * k || values.size() != n_rows * k || largest.size() != n_rows || log_sum.size() != n_rows) {
+        return refuse("the output arrays have the wrong size"), nullptr;
+    }
+    const Tops out = {ids.data(), values.data(), largest.data(), log_sum.data()};
+    return run([&] { return top_k(logits.data(), n_rows, n_vocab, k, out); });
+}
+
 PyObject * py_isa(PyObject *, PyObject *) { return PyUnicode_FromString(kernels().name); }
 
 PyObject * py_isas(PyObject *, PyObject *) {
@@ -146,6 +166,7 @@ PyObject * py_set_threads(PyObject *, PyObject * args) {
 PyMethodDef methods[] = {
     {"verify", py_verify, METH_VARARGS, "Judge blocks; see localspec.accept.verify. None, or the row that can't be judged."},
     {"draw", py_draw, METH_VARARGS, "Draw a token per row; see localspec.accept.draw. None, or the row that can't be judged."},
+    {"top_k", py_top_k, METH_VARARGS, "Largest logits per row; see localspec.topk.top_k. None, or the row without any."},
     {"isa", py_isa, METH_NOARGS, "Name of the kernels in use."},
     {"isas", py_isas, METH_NOARGS, "Names of the kernels that this CPU can run, best first."},
     {"set_isa", py_set_isa, METH_VARARGS, "Use the kernels of that name (for tests)."},

@@ -62,6 +62,13 @@ bool Filter::largest(const float * row, int64_t n_vocab, float & top, int32_t & 
     return true;
 }
 
+bool Filter::first(const float * row, int64_t n_vocab, int64_t k, float & top) {
+    int32_t id;
+    if (!largest(row, n_vocab, top, id)) return false;
+    select(row, n_vocab, k, top, kNothing);
+    return true;
+}
+
 // Into ranked_: the first k of the row by rank, those with logit - top below `floor` left out. Needs maxima_ of this row.
 void Filter::select(const float * row, int64_t n_vocab, int64_t k, double top, double floor) {
     // k chunks have a maximum of at least `lowest`, so at least k logits have: the first k by rank are among those.

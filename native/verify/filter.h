@@ -35,6 +35,11 @@ public:
     // Largest logit of a row and the lowest id that has it. False where it is not finite.
     bool largest(const float * row, int64_t n_vocab, float & top, int32_t & id);
 
+    // Into `ranked`: the first k of the row by rank (k at most n_vocab; fewer where others are no numbers). False where the
+    // largest logit is not finite.
+    bool first(const float * row, int64_t n_vocab, int64_t k, float & top);
+    const std::vector<Candidate> & ranked() const { return ranked_; }
+
     // Filter a penalised row, for temperature > 0. False where the largest logit is not finite.
     bool keep(const float * row, int64_t n_vocab, const Block & s, Kept & kept);
 

@@ -133,6 +133,16 @@ std::string outcome(const Call & call) {
     append(all, probs);
     append(all, ids);
     append(all, q);
+
+    const int64_t k = 1 + static_cast<int64_t>(call.blocks[0].seed % static_cast<uint64_t>(std::min<int64_t>(in.n_vocab, 40)));
+    std::vector<int32_t> top_ids(in.n_rows * k);
+    std::vector<float> top(in.n_rows * k), largest(in.n_rows), log_sum(in.n_rows);
+    const Tops tops = {top_ids.data(), top.data(), largest.data(), log_sum.data()};
+    if (top_k(in.logits, in.n_rows, in.n_vocab, k, tops) != kDone) return "";
+    append(all, top_ids);
+    append(all, top);
+    append(all, largest);
+    append(all, log_sum);
     return all;
 }
 

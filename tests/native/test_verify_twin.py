@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from localspec import _verify
 from localspec.accept import RULES, Block, Draft, Drawn, Sampling, Verdict, draw, verify
-from localspec.errors import NativeError
+from localspec.errors import NativeError, UsageError
+from localspec.topk import top_k
 
 QUICK = settings(
     deadline=None, derandomize=True, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -229,6 +230,39 @@ assert tokens() == first
 sys.exit(os.waitstatus_to_exitcode(status))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=dict(os.environ))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_equals_numpy(isa: str, threads: None, kind: str) -> None:
+    rng = np.random.default_rng(5)
+    for n_vocab, k in ((1, 1), (7, 7), (127, 5), (300, 32), (5000, 32), (49152, 32)):
+        logits = make_logits(rng, 4, n_vocab, kind)
+        native, plain = top_k(logits, k), top_k(logits, k, reference=True)
+        for name in ("ids", "logits", "lse"):
+            assert np.array_equal(getattr(native, name), getattr(plain, name)), (kind, n_vocab, name)
+        if kind == "normal":
+            order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+            assert np.array_equal(native.ids, order)
+            np.testing.assert_allclose(native.logits, np.take_along_axis(logits, order, 1), atol=1e-5)
+            whole = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
+            np.testing.assert_allclose(native.lse, whole, atol=1e-5)
+
+
+def test_top_k_refuses_what_it_cannot_do() -> None:
+    logits = np.zeros((2, 8), np.float32)
+    for k in (0, 9):
+        with pytest.raises(UsageError, match="likeliest"):
+            top_k(logits, k)
+    with pytest.raises(UsageError, match="float32"):
+        top_k(logits.astype(np.float64), 2)
+    logits[1] = np.nan
+    for reference in (False, True):
+        with pytest.raises(NativeError, match="row 1 "):
+            top_k(logits, 2, reference)
+    out = np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros(2, np.float32), np.zeros(2, np.float32)
+    for changes in ((7, 2), (8, 9), (8, 0), (8, 1)):
+        with pytest.raises(ValueError, match=r"."):
+            _verify.top_k(np.zeros((2, 8), np.float32), *changes, *out)
 
 
 def test_a_row_without_a_largest_finite_logit_is_named(isa: str) -> None:
