@@ -85,7 +85,7 @@ def _measure(
 
             curve = measure_curves({"": (sizes, probe.round)}, rounds, progress=progress)[""]
         best, at = curve.ceiling
-        table = _table(model.description, session.n_threads, n_context, ("n", "ms", "t(n)/t(1)", "most gain"))
+        table = _headed_table(model.description, session.n_threads, n_context, ("n", "ms", "t(n)/t(1)", "most gain"))
         for n, ms, ratio in zip(curve.n, curve.ms, curve.ratio):
             table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{n / ratio:.2f}x")
         console = Console()
@@ -99,8 +99,11 @@ def _measure(
         model.close()
 
 
-def _table(description: str, n_threads: int, n_context: int, headings: Sequence[str]) -> Table:
-    table = Table(title=f"{description}, {n_threads} threads, {n_context} tokens of context")
+def _headed_table(description: str, n_threads: int, n_context: int, headings: Sequence[str]) -> Table:
+    # A line above instead of a title: a title is wrapped to the width of its table.
+    title = f"{description}, {n_threads} threads, {n_context} tokens of context"
+    Console().print(title, markup=False, highlight=False, soft_wrap=True)
+    table = Table()
     for heading in headings:
         table.add_column(heading, justify="right")
     return table
@@ -139,7 +142,7 @@ def _compare(
         ready = {name: child.ready for name, child in children.items()}
     stock, ours = (curves[name] for name in SIDES)
     headings = ("n", "stock ms", "t(n)/t(1)", "localspec ms", "t(n)/t(1)", "localspec/stock")
-    table = _table(ready["stock"]["description"], ready["stock"]["threads"], n_context, headings)
+    table = _headed_table(ready["stock"]["description"], ready["stock"]["threads"], n_context, headings)
     for n, ms, ratio, our_ms, our_ratio in zip(stock.n, stock.ms, stock.ratio, ours.ms, ours.ratio):
         table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{our_ms:.2f}", f"{our_ratio:.2f}", f"{our_ms / ms:.2f}")
     console = Console()
