@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -17,7 +17,7 @@ from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
 from localspec.pairing import drafter_for
-from localspec.target import SessionSettings, TargetSession
+from localspec.target import TargetSession
 
 #: llama.cpp's --spec-type -> our drafter of the same kind
 LLAMA_CPP_NAMES = {"draft-simple": "lm", "ngram-simple": "ngram"}
@@ -90,9 +90,7 @@ def open_target(choice: ModelChoice, path: Path, n_sequences: int = 1) -> tuple[
     if reason is not None:
         say(f"stock kernels serve: {reason}")
     model = Model(path, "target", choice.n_gpu_layers)
-    s = choice.session
-    settings = SessionSettings(s.n_ctx, n_sequences, s.n_batch, s.n_threads, s.type_k, s.type_v, s.flash_attention)
-    return model, TargetSession(model, settings)
+    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences))
 
 
 def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
