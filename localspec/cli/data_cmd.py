@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import click
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, say, target_path
 from localspec.cli.options import model_options, sampling_options, take_models, take_sampling
-from localspec.data.conversations import Conversation, read_conversations, unique
+from localspec.data.conversations import read_conversations, unique
 from localspec.data.generate import Generator, make_jobs
+from localspec.data.selfmade import self_made
 from localspec.data.shards import Manifest, ShardWriter
 from localspec.data.states import PRECISIONS
 from localspec.errors import UsageError
@@ -36,16 +38,20 @@ def _taps(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tu
 @model_options
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the shards go; begun work is gone on with.")
 @click.option("-f", "--prompts", multiple=True, metavar="FILE", help="Prompts: JSONL or plain text.")
+@click.option("--self", "n_self", type=click.IntRange(0), default=0, metavar="N",
+              help="Prompts that the target invents itself.")
 @click.option("--answers", "n_answers", type=click.IntRange(1), default=1, show_default=True, metavar="N",
               help="Answers to every prompt.")
 @click.option("--greedy-first/--no-greedy-first", default=True, show_default=True,
               help="Give the first answer to every prompt at temperature 0.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, metavar="N",
               help="Tokens of one answer at most.")
-@click.option("--tokens", "n_tokens", type=click.IntRange(0), default=0, metavar="N", help="Stop at so many tokens; 0: at the end.")
+@click.option("--tokens", "n_tokens", type=click.IntRange(0), default=0, metavar="N",
+              help="Stop at so many tokens; 0: at the end.")
 @click.option("-np", "--parallel", type=click.IntRange(1), default=32, show_default=True, metavar="N",
               help="Answers written at once.")
-@click.option("--taps", callback=_taps, metavar="I,J,K", help="Layers already applied where states are read; default: three.")
+@click.option("--taps", callback=_taps, metavar="I,J,K",
+              help="Layers already applied where states are read; default: three.")
 @click.option("--states", type=click.Choice(PRECISIONS), default="q4", show_default=True, help="How states are stored.")
 @click.option("--teacher-k", type=click.IntRange(1), default=32, show_default=True, metavar="K",
               help="Likeliest tokens kept for each token.")
@@ -54,8 +60,8 @@ def _taps(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tu
 @click.option("--raw", is_flag=True, help="Prompts are texts to be continued, without the chat template.")
 @sampling_options(temperature=0.7)
 def data_cmd(
-    output: str, prompts: tuple[str, ...], n_answers: int, greedy_first: bool, max_tokens: int, n_tokens: int, parallel: int,
-    taps: tuple[int, ...] | None, states: str, teacher_k: int, thinking: str, raw: bool, **options: Any,
+    output: str, prompts: tuple[str, ...], n_self: int, n_answers: int, greedy_first: bool, max_tokens: int, n_tokens: int,
+    parallel: int, taps: tuple[int, ...] | None, states: str, teacher_k: int, thinking: str, raw: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Let the target answer prompts, and keep what it thought.
 
@@ -64,7 +70,9 @@ def data_cmd(
     """
     choice, sampling = take_models(options), take_sampling(options)
     folder = Path(output)
-    conversations = unique((c for name in prompts for c in read_conversations(Path(name), raw)), "the prompts")
+    if not prompts and not n_self:
+        raise UsageError("nothing to answer: give --prompts FILE, or --self N for prompts that the target invents")
+    given = [c for name in prompts for c in read_conversations(Path(name), raw)]
     path = target_path(choice)
     gguf = GGUFFile.open(path, "target")
     wanted = () if states == "none" else taps if taps is not None else default_taps(gguf.n_layer)
@@ -74,16 +82,26 @@ def data_cmd(
         {"max_tokens": max_tokens, "thinking": thinking, **asdict(sampling)},
     )  # fmt: skip
     writer = ShardWriter(folder, manifest)
-    groups = make_jobs(conversations, n_answers, sampling, greedy_first, writer.done)
     with Interrupt() as stopped:
         model, session = open_target(replace(choice, session=settings), path, parallel)
         try:
+            if n_self:
+                given += self_made(session, folder, n_self, sampling.seed, stopped, _counter(n_self))
+            groups = make_jobs(unique(given, "the prompts"), n_answers, sampling, greedy_first, writer.done)
             generator = Generator(session, max_tokens, teacher_k, thinking == "keep")
             _generate(generator, writer, groups, n_tokens, stopped)
         finally:
             session.close()
             model.close()
         stopped.check()
+
+
+def _counter(n_self: int) -> Callable[[int], None]:
+    def made(n: int) -> None:
+        if n % 50 == 0:
+            say(f"{n}/{n_self} prompts invented")
+
+    return made
 
 
 def _generate(
@@ -117,6 +135,3 @@ def _file_hash(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
-
-
-__all__ = ["Conversation", "data_cmd"]
