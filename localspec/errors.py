@@ -37,3 +37,7 @@ class NativeError(LocalspecError):
 
 class DataError(LocalspecError):
     """Training data that is missing, damaged, made for another target, or empty where it must not be."""
+
+
+class TrainError(LocalspecError):
+    """Training that can't start or go on: a setting out of range, a loss that is not finite, a checkpoint that doesn't fit."""

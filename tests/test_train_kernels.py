@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import localspec.train  # noqa: F401 (before torch: it sets how OpenMP waits)
+
 torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install localspec[train]")
 
 from localspec.train import attention  # noqa: E402

@@ -9,6 +9,7 @@ that only see the keys they can reach.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def blocks(
     in. At `step` a row at P sees the keys P + step - `window` < k <= P of its sample (`window` 0: all up to P)."""
     made = []
     cuts = np.searchsorted(rows, starts)
-    for sample, (a, b) in enumerate(zip(cuts[:-1], cuts[1:])):
+    for sample, (a, b) in enumerate(pairwise(cuts)):
         for start in range(int(a), int(b), BLOCK):
             end = min(start + BLOCK, int(b))
             own = rows[start:end]

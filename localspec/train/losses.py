@@ -69,8 +69,9 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor) -> HeadLoss:
-    """`h` [R, H] normalised states; `weight` f32[V, H] the head and `low` the same in h's type; `ids` i64[R, k] the teacher's
-    tokens as draft ids (-1: the draft can't say it) with probabilities `p` f32[R, k]; `wanted` i64[R] draft id or -1."""
+    """`h` [R, H] normalised states; `weight` f32[V, H] the head and `low` the same in h's type; `ids` i64[R, k] the
+    teacher's tokens as draft ids (-1: the draft can't say it), with probabilities `p` f32[R, k]; `wanted` i64[R]: the
+    text's token as draft id, or -1."""
     return HeadLoss(*_HeadLoss.apply(h, weight, low, ids, p, wanted, torch.is_grad_enabled()))
 
 
