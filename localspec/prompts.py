@@ -9,6 +9,9 @@ from typing import Any
 
 from localspec.errors import UsageError
 
+#: Larger files of prompts are mistakes, or have no end (/dev/zero).
+MAX_FILE_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -39,7 +42,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     optionally `source`. Raises UsageError that names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: more than {MAX_FILE_BYTES >> 20} MiB; give a smaller file of prompts")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from localspec import native
-from localspec.errors import UsageError
+from localspec.errors import ContextFullError, UsageError
 
 
 class Tokenizer:
@@ -50,6 +50,21 @@ class Tokenizer:
                 return list(buffer[:n])
             size = -n
         raise UsageError("the prompt is too long for the tokenizer")
+
+    def check_length(self, text: str, n_ctx: int) -> None:
+        """Raise ContextFullError where `text` can't be in `n_ctx` tokens, however it is cut: by its length, at once.
+
+        Encoding 60 MB to find that out takes minutes and gigabytes.
+        """
+        n_bytes = len(text.encode("utf-8", "replace"))
+        if n_bytes <= 16 * n_ctx:  # far from hopeless: don't look through the vocabulary
+            return
+        longest = max(len(self._piece(token, special=True)) for token in range(self.n_vocab))
+        if n_bytes > longest * n_ctx:
+            raise ContextFullError(
+                f"the text has {n_bytes:,} bytes, which is too much for any {n_ctx} tokens: "
+                "give a larger --ctx-size or a shorter prompt"
+            )
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless `special`. A token may hold half a character."""

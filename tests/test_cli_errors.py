@@ -108,6 +108,24 @@ def test_a_prompt_without_end(cli: Cli) -> None:
     one_line(cli("run", "-f", "/dev/zero"), "/dev/zero", "MiB")
 
 
+def test_a_prompt_that_no_context_holds(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    """Told at once: encoding it would take minutes."""
+    (tmp_path / "p.txt").write_text("word " * 10_000_000)
+    one_line(cli("run", "-m", smollm2, "-f", "p.txt", "-n", "1", timeout=60), "49,999,999 bytes", "--ctx-size")
+    told = cli("chat", "-m", smollm2, input="word " * 10_000_000, timeout=60)
+    assert told.rc == 2
+    assert "49,999,999 bytes" in told.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_lines_without_end(cli_env: dict[str, str], smollm2: Path) -> None:
+    limited = f'ulimit -v 4000000; localspec COMMAND -m "{smollm2}"'
+    chat = shell(cli_env, limited.replace("COMMAND", "chat") + " < /dev/zero")
+    assert chat.rc == 2
+    assert chat.stderr.splitlines()[1:] == ["localspec: more than 64 MiB in one line: that is no message"]
+    one_line(shell(cli_env, limited.replace("COMMAND", "bench") + " --prompts /dev/zero"), "/dev/zero: more than 256 MiB")
+
+
 def test_line_ends_are_the_prompts_own(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"a\r\nb\r\n")
     ask = ("run", "-m", smollm2, "--raw", "-n", "0", "--json")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.errors import UsageError
+from localspec.errors import ContextFullError, UsageError
 from localspec.model import Model
 from localspec.tokenizer import TextStream
 
@@ -80,6 +80,15 @@ def test_end_of_generation_is_known(model: Model) -> None:
     eog = model.tokenizer.eog
     assert eog[model.tokenizer.eos]
     assert 0 < int(eog.sum()) < 20
+
+
+def test_a_hopeless_length_is_told_without_encoding(model: Model) -> None:
+    tokenizer = model.tokenizer
+    longest = max((tokenizer.piece(i, special=True) for i in range(model.n_vocab)), key=len).decode()
+    assert len(tokenizer.encode(longest)) == 1
+    tokenizer.check_length(longest * 9, 9)
+    with pytest.raises(ContextFullError, match="larger --ctx-size"):
+        tokenizer.check_length(longest * 9 + "x", 9)
 
 
 def test_lone_surrogates_are_refused(model: Model) -> None:

@@ -142,6 +142,7 @@ class Chat:
         if not text.strip():
             raise UsageError("there is nothing to send")
         n_ctx = self.engine.session.n_ctx
+        self.engine.session.model.tokenizer.check_length(text.strip(), n_ctx)
         first = self.first
         rendered, tokens = self._encode(first, text)
         room = min(self.MAX_ROOM, n_ctx // 8)

@@ -11,6 +11,7 @@ from typing import IO, Any, Protocol
 
 from localspec.chat.conversation import Chat, Turn
 from localspec.engine import Step
+from localspec.errors import UsageError
 from localspec.report import rate
 
 # C0 but tab and newline, DEL and C1: a model's output must not be able to drive the terminal.
@@ -23,6 +24,10 @@ def printable(text: str) -> str:
 
 
 Steps = Generator[Step, None, None]
+
+
+#: A line longer than this is no message: /dev/zero, or a file given by mistake.
+MAX_LINE_BYTES = 64 << 20
 
 
 class Screen(Protocol):
@@ -84,6 +89,7 @@ class PlainScreen:
         self._err = stderr or sys.stderr
         self._typed = self._in.isatty()
         self._shown = self._out.isatty()
+        self._ended = False
 
     def begin(self, name: str, rest: str) -> None:
         self.fail(name + rest)
@@ -94,7 +100,10 @@ class PlainScreen:
             if self._typed:
                 self._err.write("  " if lines else "> ")
                 self._err.flush()
-            raw = self._in.buffer.readline()
+            raw = b"" if self._ended else self._in.buffer.readline(MAX_LINE_BYTES)
+            if len(raw) == MAX_LINE_BYTES:
+                self._ended = True
+                raise UsageError(f"more than {MAX_LINE_BYTES >> 20} MiB in one line: that is no message")
             if not raw:
                 if self._typed:
                     self._err.write("\n")

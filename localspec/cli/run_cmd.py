@@ -98,6 +98,7 @@ def _read(file: BinaryIO, source: str) -> str:
 
 
 def _encode(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:
+    loaded.model.tokenizer.check_length(text.strip(), loaded.session.n_ctx)  # a template may strip it
     if raw:
         if system:
             raise UsageError("--raw takes the prompt as it is: leave -sys out")
