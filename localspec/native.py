@@ -252,3 +252,23 @@ def eval_callback(wanted: Callable[[bytes], bool], take: Callable[[bytes, np.nda
         return True
 
     return lib().ggml_backend_sched_eval_callback(on_node)
+
+
+class _TypeTraits(ctypes.Structure):
+    """The beginning of ggml_type_traits: how rows of one type become floats."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+    )
+
+
+def to_float_address(type_number: int) -> int:
+    """Address of ggml's ``void (const void * row, float * out, int64_t n)`` for a tensor type; 0 where it has none."""
+    get = lib()._lib.ggml_get_type_traits
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.POINTER(_TypeTraits)
+    return int(get(type_number).contents.to_float or 0)
