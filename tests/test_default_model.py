@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +175,23 @@ def test_disk_full(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _left_in(tmp_path) == set()
 
 
+def test_a_disk_that_is_too_small(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=5_000_000)
+
+    monkeypatch.setattr(fetch_module.shutil, "disk_usage", usage)
+    with pytest.raises(FetchError, match=r"takes 6 MB while it is unpacked, .* has 5 MB left"):
+        fetch(WHOLE, tmp_path)
+    assert index.requests == []
+    assert fetch(IN_PARTS, tmp_path).read_bytes() == CONTENT, "a third of it at a time takes less"
+
+
+def test_a_cache_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_CACHE", "~no-such-user-here/models")
+    with pytest.raises(FetchError, match="no such user; name a folder"):
+        default_model()
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FetchError, match="set LOCALSPEC_CACHE to a folder that can be written to"):
@@ -225,6 +243,33 @@ def test_a_bar_on_a_terminal(index: FakeIndex, tmp_path: Path) -> None:
         index.go_on.set()
         assert terminal.wait() == 0
         assert terminal.text == LINE, "the bar goes when it is done"
+    finally:
+        terminal.close()
+
+
+_RUN = """
+import sys
+import localspec.default_model
+from localspec.cli import main
+from tests.test_default_model import WHOLE
+localspec.default_model.DEFAULT_MODEL = WHOLE
+sys.argv = ["localspec", "run", "-p", "hi"]
+main()
+"""
+
+
+def test_ctrl_c_on_a_terminal_ends_the_download(index: FakeIndex, tmp_path: Path) -> None:
+    """It reaches pip, too, whose own end must not be taken for a failure."""
+    index.hold_after = 1_000_000
+    env = os.environ | {"LOCALSPEC_CACHE": str(tmp_path)}
+    terminal = Terminal("-c", _RUN, env=env, cwd=ROOT, python=True)
+    try:
+        terminal.until("1.0/3.0 MB")
+        terminal.send("\x03")
+        assert terminal.wait() == 130
+        assert terminal.text.splitlines()[-1] == "localspec: interrupted"
+        assert not terminal.screen.cursor.hidden
+        assert _left_in(tmp_path / "models") == set()
     finally:
         terminal.close()
 
