@@ -26,6 +26,8 @@ COMMANDS = {
     "inspect": ("inspect_cmd", "inspect_cmd", "Say what GGUF files are and whether they can pair."),
     "backend-path": ("backend_cmd", "backend_cmd", "Print where our ggml plug-in lies, for other llama.cpp programs."),
     "data": ("data_cmd", "data_cmd", "Let the target write training data, its hidden states with it."),
+    "train": ("train_cmd", "train_cmd", "Train a speculator on what its target wrote."),
+    "extract": ("data_cmd", "extract_cmd", "Read the target's states for texts that exist already."),
     "convert": ("convert_cmd", "convert_cmd", "Export to GGUF: a trained draft, or a model in another quantisation."),
     "quantize": ("convert_cmd", "quantize_cmd", "Write a GGUF in another quantisation."),
 }

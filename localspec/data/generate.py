@@ -21,11 +21,10 @@ import numpy as np
 
 from localspec.accept import Sampling, draw
 from localspec.data.conversations import Conversation, Message
-from localspec.data.mask import drop_thinking
+from localspec.data.mask import Masked, Renderer
 from localspec.data.shards import Sample
 from localspec.errors import ContextFullError, UsageError
 from localspec.target import TargetSession
-from localspec.template import ChatTemplate
 from localspec.topk import top_k
 
 _NO_HISTORY = np.zeros(0, np.int32)
@@ -65,6 +64,7 @@ class _Slot:
     job: Job
     said: list[Message]
     asked: deque[Message]  # what the user will say next
+    text: str  # what the tokens say, up to the open answer
     tokens: list[int]
     spans: list[tuple[int, int]]  # of the assistant's tokens, the last one open
     number: int = 0  # of the sample, where a conversation gives several
@@ -111,7 +111,7 @@ class Generator:
         self.keep_thinking = keep_thinking
         self.progress = Progress()
         self._tokenizer = session.model.tokenizer
-        self._template = ChatTemplate.of(session.model)
+        self._renderer = Renderer(session.model)
         n_slots, n_ctx = session.settings.n_sequences, session.n_ctx
         n_taps = len(session.settings.taps)
         # Never touched, never there: the system gives pages as rows are written.
@@ -145,16 +145,9 @@ class Generator:
             job = queue.popleft()
             said, asked = _opening(job.conversation)
             key = int.from_bytes(hashlib.sha256(job.key.encode()).digest()[:8], "little")
-            tokens = self._encode(job.conversation, said)
-            self._begin(number, _Slot(job, said, asked, tokens, [], random_key=key))
-
-    def _encode(self, conversation: Conversation, said: list[Message]) -> list[int]:
-        if conversation.raw or self._template is None:
-            return self._tokenizer.encode("\n\n".join(m.content for m in said), parse_special=False)
-        try:
-            return self._template.encode([{"role": m.role, "content": m.content} for m in said])
-        except UsageError as error:
-            raise UsageError(f"{conversation.where}: {error}") from None
+            text = self._renderer.text(said, job.conversation, True)
+            tokens = self._renderer.tokens(text, job.conversation)
+            self._begin(number, _Slot(job, said, asked, text, tokens, [], random_key=key))
 
     def _begin(self, number: int, slot: _Slot) -> None:
         """Compute a prompt; its last token is the pending one. Too long a prompt is left out."""
@@ -209,34 +202,32 @@ class Generator:
             yield from self._give(number, slot)
             self._slots[number] = None
             return
-        answer = self._tokenizer.decode(slot.tokens[start : n - 1])
-        said = [*slot.said, Message("assistant", answer)]
+        answer = slot.tokens[start:n]
+        said = [*slot.said, Message("assistant", self._tokenizer.decode(answer[:-1]))]
         while slot.asked:
             said.append(slot.asked.popleft())
             if said[-1].role == "user":
                 break
-        tokens = self._encode(slot.job.conversation, said)
-        if tokens[:n] == slot.tokens:
-            slot.said, slot.tokens = said, tokens
-        else:
-            # The template shows its past otherwise (thinking left out, spaces trimmed): a sample of its own.
+        conversation = slot.job.conversation
+        shown = slot.text + self._tokenizer.decode(answer, special=True)
+        text = self._renderer.text(said, conversation, True)
+        if text.startswith(shown):
+            following = self._renderer.tokens(text[len(shown) :], conversation, first=False)
+            if n + len(following) + 1 > self.session.n_ctx:
+                yield from self._give(number, slot)
+                self._slots[number] = None
+                return
+            slot.said, slot.text, slot.tokens = said, text, slot.tokens + following
+        else:  # the template shows its past otherwise (thinking left out, spaces trimmed): a sample of its own
             yield from self._give(number, slot)
-            slot = _Slot(slot.job, said, slot.asked, tokens, [], slot.number + 1, slot.random_key)
-        if len(tokens) + 1 > self.session.n_ctx and slot.spans:
-            slot.tokens = slot.tokens[:n]
-            yield from self._give(number, slot)
-            self._slots[number] = None
-            return
+            tokens = self._renderer.tokens(text, conversation)
+            slot = _Slot(slot.job, said, slot.asked, text, tokens, [], slot.number + 1, slot.random_key)
         self._begin(number, slot)
 
     def _give(self, number: int, slot: _Slot) -> Iterator[tuple[Sample, str]]:
         n = len(slot.tokens)
         tokens = np.array(slot.tokens, np.int32)
-        mask = np.zeros(n, np.uint8)
-        for start, end in slot.spans:
-            mask[start:end] = 1
-        if not self.keep_thinking:
-            mask &= drop_thinking(slot.tokens, slot.spans, self._tokenizer)
+        mask = Masked(slot.tokens, slot.spans).mask(self._tokenizer, self.keep_thinking)
         rows = np.flatnonzero(mask) - 1
         if not len(rows):
             self.progress.n_skipped += 1
