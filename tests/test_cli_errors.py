@@ -195,6 +195,25 @@ def test_interrupted_at_any_moment(cli_env: dict[str, str], smollm2: Path) -> No
         assert started.returncode == 130, errors
 
 
+@pytest.mark.parametrize("command", ["run --raw -p a", "curve"])
+def test_interrupted_twice_while_loading(cli_env: dict[str, str], smollm2: Path, command: str) -> None:
+    """Ends at once, not when a load is done that may take minutes."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from localspec.cli import loading, main\n"
+        "def load(*args):\n"
+        "    for _ in range(2): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "    print('went on', file=sys.stderr); time.sleep(60)\n"
+        "loading.Model = load\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "-m", str(smollm2)],
+        capture_output=True, env=cli_env, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "localspec: interrupted\n")
+
+
 # -- convert -----------------------------------------------------------------------------------------------------------
 
 

@@ -71,8 +71,10 @@ def _measure(
     choice: ModelChoice, target: Path, sizes: tuple[int, ...], n_context: int, rounds: int, serve: bool,
     interrupt: Interrupt,
 ) -> None:  # fmt: skip
-    model, session = open_target(choice, target)
+    with Interrupt(leave=True) as loading:
+        model, session = open_target(choice, target)
     try:
+        loading.check()
         if serve:
             _serve(Probe(session, sizes, n_context), model.description, session.n_threads)
             return

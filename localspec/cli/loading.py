@@ -113,12 +113,12 @@ def open_engine(choice: ModelChoice) -> Loaded:
     """Load the pair. Where the target can't be drafted for, says so and goes on plainly.
 
     Ctrl-C ends a download at once, and gets through a load when that is done: raised while llama.cpp calls its log, it
-    would be lost.
+    would be lost. A second one ends a load at once, and the process with it.
     """
     draft = draft_path(choice)
     name = drafter_name(choice, draft)
     target = target_path(choice)
-    with Interrupt() as interrupted:
+    with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name)
     if interrupted():
         loaded.close()
