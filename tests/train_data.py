@@ -38,10 +38,8 @@ def sample(rng: np.random.Generator, rule: np.ndarray, states: np.ndarray, n: in
     others = 140 + np.argsort(rng.random((len(rows), 100)), 1)[:, : K - 1]
     ids = np.concatenate([text[rows, None], others], 1).astype(np.int32)
     logits = np.log(np.tile([0.9, 0.03, 0.02, 0.01], (len(rows), 1))).astype(np.float32)
-    return Sample(
-        text, mask, taps.reshape(n, len(TAPS), -1).astype(np.float32), rows - 1, ids, logits, np.zeros(len(rows), np.float32),
-        source,
-    )  # fmt: skip
+    taps = taps.reshape(n, len(TAPS), -1).astype(np.float32)
+    return Sample(text, mask, taps, rows - 1, ids, logits, np.zeros(len(rows), np.float32), source)
 
 
 def shards(folder: Path, target_file: Path, n_samples: int = 60, seed: int = 0, states: str = "f16") -> Path:

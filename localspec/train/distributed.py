@@ -32,6 +32,11 @@ class World:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(dist.get_rank(), size)
 
+    @staticmethod
+    def is_first() -> bool:
+        """Whether this process is the first of those that torchrun started, or the only one; known before they meet."""
+        return os.environ.get("RANK", "0") == "0"
+
     @property
     def first(self) -> bool:
         """Whether this is the process that writes and speaks."""
@@ -69,5 +74,7 @@ class World:
         return box[0]
 
     def leave(self) -> None:
+        """Part from the others, once all have come so far. Not after an error: the others would be waited for in vain."""
         if self.size > 1:
+            dist.barrier()
             dist.destroy_process_group()

@@ -57,10 +57,11 @@ def train(run: Run, say: Callable[[str], None], show: Callable[[dict[str, Any]],
     world = World.join(_device(run.settings.device))
     trainer = _Trainer(run, world, say if world.first else _silent, show if world.first else _silent)
     try:
-        return trainer.run()
+        report = trainer.run()
     finally:
         trainer.close()
-        world.leave()
+    world.leave()
+    return report
 
 
 def _silent(_: Any) -> None:
@@ -89,7 +90,7 @@ class _Trainer:
         self.step = self.epoch = self.at = self.n_tokens = 0
         self.best = -math.inf
         self.best_report: dict[str, Any] | None = None
-        self.total = self._total(self.settings.epochs)
+        self.total = self._total()
         self._resume()
         if world.first:
             self.metrics = Metrics(run.out, self.step)
@@ -148,21 +149,21 @@ class _Trainer:
             optimizer.load_state_dict(saved)
         self.step, self.epoch, self.at, self.n_tokens = (state[n] for n in ("step", "epoch", "at", "n_tokens"))
         self.best, self.best_report = state["best"], state["best_report"]
-        wanted = [self.settings.epochs, self.settings.steps]
-        if state["n_samples"] == len(self.shards) and state["wanted"] == wanted:
-            self.total = state["total"]
         grown = ""
         if state["n_samples"] != len(self.shards):
             self.epoch, self.at = self.epoch + bool(self.at), 0
-            self.total = self.step + self._total(self.settings.epochs - self.epoch)
             grown = f"; the data has changed ({state['n_samples']} samples then, {len(self.shards)} now): a new epoch begins"
+        self.total = self._total()
         self.say(f"going on after step {self.step}{grown}")
 
-    def _total(self, epochs: float) -> int:
-        """Steps that so many epochs are."""
+    def _total(self) -> int:
+        """Steps that there will be, those done included."""
         if self.settings.steps:
-            return self.settings.steps - self.step
-        return math.ceil(max(0.0, epochs) * len(self.plan(0)) / (self.settings.accumulate * self.world.size))
+            return self.settings.steps
+        left = -float(self.at)  # batches; epochs differ a little, by how samples fit together
+        for epoch in range(self.epoch, math.ceil(self.settings.epochs)):
+            left += min(1.0, self.settings.epochs - epoch) * len(self.plan(epoch))
+        return self.step + math.ceil(max(0.0, left) / (self.settings.accumulate * self.world.size))
 
     def _save(self, provenance: dict[str, Any]) -> None:
         if not self.world.first:
@@ -172,7 +173,6 @@ class _Trainer:
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step": self.step, "epoch": self.epoch, "at": self.at, "n_tokens": self.n_tokens,
-            "total": self.total, "wanted": [self.settings.epochs, self.settings.steps],
             "n_samples": len(self.shards), "best": self.best, "best_report": self.best_report,
         }  # fmt: skip
         checkpoint.save(self.setup.out / "last", self.model, provenance, state)

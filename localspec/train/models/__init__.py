@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ class Speculator(Protocol):
 def names() -> list[str]:
     """The kinds there are."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+
+
+def title(name: str) -> str:
+    """What a kind is, from the first words of its file: "EAGLE-3 (Li et al., arXiv 2503.01840) as llama.cpp runs it"."""
+    text = ast.get_docstring(ast.parse((Path(__file__).parent / f"{name}.py").read_text("utf-8"))) or name
+    return text.split(".\n")[0].split("\n\n")[0].replace("\n", " ").split(", and ")[0].rstrip(".")
 
 
 def find(name: str) -> Any:

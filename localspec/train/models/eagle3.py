@@ -162,22 +162,21 @@ class Model(nn.Module):
         return ids
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start from a checkpoint's weights (speculators' names) and its vocabulary; the taps' scales stay this data's.
-        Raises TrainError for a draft of another shape."""
+        """Start from a checkpoint's weights (speculators' names). The taps' scales and the vocabulary stay this data's:
+        tokens that the checkpoint couldn't say begin as the target's. Raises TrainError for a draft of another shape."""
         own = dict(self.named_parameters())
         with torch.no_grad():
             for name, place in _NAMES.items():
                 found = tensors.get(place)
+                if name == "head" and found is not None and found.shape[1:] == own[name].shape[1:]:
+                    offsets = tensors.get("d2t", torch.zeros(len(found), dtype=torch.int64))
+                    mine = self.draft_of[offsets + torch.arange(len(found))]
+                    own[name][mine[mine >= 0]] = found[mine >= 0]
+                    continue
                 if found is None or found.shape != own[name].shape:
                     shown = "lacks" if found is None else f"has {tuple(found.shape)}, not {tuple(own[name].shape)}, as"
                     raise TrainError(f"the checkpoint to start from {shown} {place}: give one of this shape")
                 own[name].copy_(found / self.tap_scale if name == "fc" else found)
-            if self.shape.draft_vocab:
-                offsets = tensors.get("d2t")
-                if offsets is None or len(offsets) != len(self.draft_ids):
-                    raise TrainError("the checkpoint to start from has another draft vocabulary: give its --draft-vocab")
-                self.draft_ids.copy_(offsets + torch.arange(len(offsets)))
-                self.draft_of.fill_(-1)[self.draft_ids] = torch.arange(len(offsets))
 
     def batch(self, samples: Sequence[Sample], max_len: int, dtype: torch.dtype) -> Batch:
         return collate(samples, max_len, self.tap_scale.cpu().numpy(), dtype)

@@ -1,0 +1,154 @@
+"""`localspec train KIND`: the options are made from the settings' own dataclasses, so each default stands in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from localspec.cli.loading import say
+from localspec.errors import UsageError
+from localspec.train import need_torch
+
+need_torch()  # one line in place of an import's traceback
+
+from localspec.train import models  # noqa: E402
+from localspec.train.settings import TrainSettings, from_dict  # noqa: E402
+
+_LINE_EVERY = 10  # steps between lines where output is not a terminal
+
+
+def _options(cls: Any) -> list[click.Option]:
+    made = []
+    for f in dataclasses.fields(cls):
+        flag, limits = f.name.replace("_", "-"), f.metadata
+        kind: Any = typing.get_type_hints(cls)[f.name]
+        shown = [f"--{flag}"]
+        if kind is bool:
+            shown, kind = [f"--{flag}/--no-{flag}"], None
+        elif limits["choices"]:
+            kind = click.Choice(limits["choices"])
+        made.append(click.Option(shown, type=kind, default=f.default, show_default=True, help=limits["help"]))
+    return made
+
+
+class _Kinds(click.Group):
+    """One command for each file in localspec/train/models."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return models.names()
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _command(cmd_name) if cmd_name in models.names() else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Kinds"):
+            formatter.write_dl([(name, models.title(name)) for name in models.names()])
+
+
+def _command(name: str) -> click.Command:
+    kind = models.find(name)
+    files: list[click.Parameter] = [
+        click.Option(["-m", "--target"], required=True, metavar="FILE", help="The target (GGUF) that made the data."),
+        click.Option(["--data"], required=True, metavar="DIR", help="Shards of localspec data."),
+        click.Option(["-o", "--output"], required=True, metavar="DIR", help="Where the run goes, or goes on."),
+        click.Option(["--eval-data"], metavar="DIR", help="Evaluate on these shards, not on prompts held out."),
+        click.Option(["--init"], metavar="DIR", help="Start from a checkpoint's weights."),
+        click.Option(["--plot"], metavar="PNG", help="Draw the loss and the tokens per verify."),
+    ]
+
+    def call(**values: Any) -> None:
+        _train(name, values)
+
+    params = [*files, *_options(kind.Settings), *_options(TrainSettings)]
+    return click.Command(name, callback=call, params=params, help=f"Train {models.title(name)}.")
+
+
+@click.group("train", cls=_Kinds)
+def train_cmd() -> None:
+    """Train a speculator on what its target wrote.
+
+    A run that was ended, in whatever way, goes on with the same command.
+    """
+
+
+def _train(name: str, values: dict[str, Any]) -> None:
+    from localspec.train import loop, metrics
+    from localspec.train.distributed import World
+
+    picture = values.pop("plot")
+    if picture is not None:
+        metrics.need_plot()
+    paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
+    cls = models.find(name).Settings
+    own = {f.name for f in dataclasses.fields(cls)}
+    run = loop.Run(
+        method=name,
+        target=Path(paths["target"]),
+        data=Path(paths["data"]),
+        out=Path(paths["output"]),
+        settings=from_dict(TrainSettings, {k: v for k, v in values.items() if k not in own}, "train"),
+        model_settings=from_dict(cls, {k: v for k, v in values.items() if k in own}, name),
+        start_from=_checkpoint(paths["init"]),
+        eval_data=Path(paths["eval_data"]) if paths["eval_data"] else None,
+    )
+    if run.out.exists() and not run.out.is_dir():
+        raise UsageError(f"{run.out} is not a directory: give another -o")
+    report = loop.train(run, say, _Display())
+    if not World.is_first():
+        return
+    say(f"{run.out / 'best'}: {report.score:.3f} tokens per verify at {report.n_max} drafted, at the end")
+    if picture is not None:
+        metrics.plot(run.out, Path(picture))
+        say(f"{picture} drawn")
+
+
+def _checkpoint(folder: str | None) -> Path | None:
+    """A checkpoint's directory, or a run's best one."""
+    if folder is None:
+        return None
+    path = Path(folder)
+    return path / "best" if (path / "best").is_dir() else path
+
+
+class _Display:
+    """One line that changes on a terminal; now and then a line elsewhere."""
+
+    def __init__(self) -> None:
+        self.moving = sys.stderr.isatty()
+        self.open = False
+        self.seconds: float | None = None  # of a step, smoothed
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if "eval" in line:
+            self._end()
+            say(_evaluation(line["step"], line["eval"]))
+            return
+        self.seconds = line["seconds"] if self.seconds is None else 0.9 * self.seconds + 0.1 * line["seconds"]
+        right = " ".join("-" if r is None else f"{r:.2f}" for r in line["right_by_depth"])
+        left = self.seconds * (line["total"] - line["step"])
+        text = (f"step {line['step']}/{line['total']}  loss {line['loss']:.3f}  right {right}  "
+                f"{line['tokens'] / self.seconds:,.0f} tok/s  {left / 60:.0f} min left")  # fmt: skip
+        if self.moving:
+            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+            self.open = True
+            if line["step"] == line["total"]:
+                self._end()
+        elif line["step"] % _LINE_EVERY == 0 or line["step"] == line["total"]:
+            say(text)
+
+    def _end(self) -> None:
+        if self.open:
+            click.echo(err=True)
+            self.open = False
+
+
+def _evaluation(step: int, found: dict[str, Any]) -> str:
+    by_n = "  ".join(f"{n}: {value:.2f}" for n, value in found["by_n_max"].items())
+    by_source = "  ".join(f"{source} {walk['tokens_per_verify']:.2f}" for source, walk in found["by_source"].items())
+    position = " ".join("-" if a is None else f"{a:.2f}" for a in found["acceptance"])
+    return f"step {step}: tokens per verify by drafted  {by_n};  at {found['n_max']}  {by_source};  accepted {position}"
