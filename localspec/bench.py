@@ -15,6 +15,7 @@ import numpy as np
 
 from localspec.accept import Sampling
 from localspec.engine import Engine, Request, Stats
+from localspec.errors import ContextFullError, LocalspecError, UsageError
 from localspec.model import Model
 from localspec.prompts import Prompt
 from localspec.report import rate
@@ -99,6 +100,24 @@ def encode_prompt(model: Model, template: ChatTemplate | None, turns: Sequence[s
     return template.encode([{"role": "user", "content": turns[0]}])
 
 
+def encode_prompts(model: Model, n_ctx: int, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of every prompt. Raises UsageError that names the one which can't be used: before hours have gone into
+    the others."""
+    template = ChatTemplate.of(model)
+    encoded = []
+    for prompt in prompts:
+        try:
+            model.tokenizer.check_length(prompt.turns[0].strip(), n_ctx)
+            tokens = encode_prompt(model, template, prompt.turns)
+            if len(tokens) > n_ctx:
+                raise ContextFullError(f"{len(tokens)} tokens, the context holds {n_ctx}: give a larger --ctx-size")
+        except LocalspecError as error:
+            start = " ".join(prompt.turns[0][:60].split())[:40]
+            raise UsageError(f"the prompt '{start}...' ({prompt.source}): {error}") from error
+        encoded.append(tokens)
+    return encoded
+
+
 def run_bench(
     plain: Engine,
     spec: Engine,
@@ -107,36 +126,36 @@ def run_bench(
     n_predict: int,
     progress: Callable[[Result], None] = lambda result: None,
     beside: Callable[[list[int], list[int]], None] = lambda tokens, text: None,
+    result: Result | None = None,
 ) -> Result:
     """Measure both engines, which share one session, on each prompt; `progress(result)` after each.
 
     `beside(prompt ids, plain ids)` is called after each prompt, for another program to be measured in the same minutes.
+    `result` is filled, prompt by prompt, so that the caller has what was measured before an error or Ctrl-C.
     """
     session = plain.session
-    template = ChatTemplate.of(session.model)
-    result = Result()
+    result = Result() if result is None else result
+    encoded = encode_prompts(session.model, session.n_ctx, prompts)
     _warm_up(plain, spec)
-    for number, prompt in enumerate(prompts):
-        tokens = encode_prompt(session.model, template, prompt.turns)
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded)):
         request = Request(tokens, sampling, n_predict, key=number)
         order = [plain, spec] if number % 2 == 0 else [spec, plain]
         texts: dict[bool, list[int]] = {}
-        group = result.by_source.setdefault(prompt.source, Group())
+        stats: dict[bool, Stats] = {}
         for engine in order:
             session.rollback(0, 0)
             for _ in engine.generate(request):
                 pass
-            text = engine.tokens(0)[len(tokens) :]
-            stats = engine.finish(0)
-            texts[engine is spec] = text
-            for into in (group, result.total):
-                (into.spec if engine is spec else into.plain).stats.add(stats)
+            texts[engine is spec] = engine.tokens(0)[len(tokens) :]
+            stats[engine is spec] = engine.finish(0)
         difference = compare(session, tokens, texts[False], texts[True], number)
-        for into in (group, result.total):
+        beside(tokens, texts[False])
+        for into in (result.by_source.setdefault(prompt.source, Group()), result.total):
             into.n += 1
+            into.plain.stats.add(stats[False])
+            into.spec.stats.add(stats[True])
             if difference is not None:
                 into.differences.append(difference)
-        beside(tokens, texts[False])
         progress(result)
     return result
 

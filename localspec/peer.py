@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +26,8 @@ from localspec.report import rate
 #: our drafters' names -> the arguments that make llama-server draft in the nearest way
 SPEC_TYPES = {"ngram": "ngram-simple", "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 _START_TIMEOUT = 180.0
+_PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class LlamaServer:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=native.unbound,
+                preexec_fn=_before_exec,
             )
         except OSError as error:
             self._log.close()
@@ -145,6 +150,13 @@ class LlamaServer:
         self._log.close()
 
 
+def _before_exec() -> None:
+    """In the child: all CPUs, and an end of its own when we are killed and can't end it (Linux only)."""
+    native.unbound()
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -202,9 +214,9 @@ class Peers:
 
     def measure(self, tokens: list[int], ours: list[int]) -> None:
         """Have both answer one prompt; `ours` is our plain text, to compare with."""
+        answers = [server.complete(tokens, self.sampling, self.settings["n_predict"]) for _, server in self._servers]
         self.n_prompts += 1
-        for side, server in self._servers:
-            answer = server.complete(tokens, self.sampling, self.settings["n_predict"])
+        for (side, _), answer in zip(self._servers, answers):
             timings = answer["timings"]
             side.n_generated += int(timings["predicted_n"])
             side.seconds += float(timings["predicted_ms"]) / 1e3

@@ -15,9 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localspec.accept import Sampling
+from localspec.bench import Result, run_bench
 from localspec.curve import Curve, measure_curves
+from localspec.engine import Engine
 from localspec.errors import UsageError
+from localspec.model import Model
 from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
+from localspec.target import SessionSettings, TargetSession
 
 
 def test_prompt_files(tmp_path: Path) -> None:
@@ -222,6 +227,41 @@ def test_bench_beside_a_peer(cli: Any, smollm2: Path, tmp_path: Path) -> None:
     assert peer["plain"]["acceptance"] is None
     assert peer["spec"]["acceptance"] == 0.75
     assert peer["plain"]["identical_to_ours"] is False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's help is Linux's")
+def test_a_peer_does_not_outlive_us(tmp_path: Path) -> None:
+    script(tmp_path / "llama-server", FAKE_SERVER)
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom localspec.peer import LlamaServer\n"
+        "print(LlamaServer(Path(sys.argv[1]), [])._process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "llama-server")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = process.stdout.readline().strip()
+        assert alive(server)
+        process.kill()
+    deadline = time.monotonic() + 30
+    while alive(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(server)
+
+
+def test_ctrl_c_keeps_what_was_measured(smollm2: Path) -> None:
+    asked: list[int] = []
+
+    def beside(tokens: list[int], text: list[int]) -> None:
+        asked.append(len(text))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    result = Result()
+    settings, greedy = SessionSettings(n_ctx=256), Sampling(temperature=0)
+    with Model(smollm2) as model, TargetSession(model, settings) as session, pytest.raises(KeyboardInterrupt):
+        run_bench(Engine(session), Engine(session), BUILT_IN, greedy, 3, beside=beside, result=result)
+    assert (result.total.n, list(result.by_source)) == (1, ["code"])
+    assert result.total.plain.stats.n_generated == result.total.spec.stats.n_generated == asked[0]
 
 
 def test_a_peer_that_does_not_start(cli: Any, smollm2: Path, tmp_path: Path) -> None:

@@ -326,3 +326,31 @@ def test_a_peer_that_fails_midway(cli: Cli, smollm2: Path, tmp_path: Path, post:
     (tmp_path / "server").write_text(_DYING_SERVER.format(python=sys.executable, post=post))
     (tmp_path / "server").chmod(0o755)
     one_line(cli("bench", "-m", smollm2, "--limit", "1", "-n", "4", "--peer-llama-server", "./server"), message)
+
+
+def test_what_was_measured_before_a_failure_is_kept(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    """Each of the two servers warms up, answers one prompt, and dies at the second."""
+    post = (
+        "Handler.n = getattr(Handler, 'n', 0) + 1\n"
+        "        if Handler.n > 2: os._exit(7)\n"
+        "        self.rfile.read(int(self.headers['Content-Length']))\n"
+        "        self.send_response(200); self.end_headers()\n"
+        "        self.wfile.write(b'{\"tokens\": [], \"timings\": {\"predicted_n\": 4, \"predicted_ms\": 8}}')"
+    )
+    (tmp_path / "server").write_text(_DYING_SERVER.format(python=sys.executable, post=post))
+    (tmp_path / "server").chmod(0o755)
+    result = cli("bench", "-m", smollm2, "--limit", "3", "-n", "4", "--peer-llama-server", "./server")
+    one_line(result, "ended with code 7")
+    assert "ngram, 1 of 3 prompts" in result.stdout
+    measured = json.loads(result.stdout.splitlines()[-1])
+    assert (measured["prompts"], measured["complete"]) == (1, False)
+    assert measured["plain"]["n_generated"] == measured["spec"]["n_generated"] == 4
+    assert measured["peer"]["plain"]["n_generated"] == 4
+
+
+def test_a_prompt_that_is_too_long_is_told_before_anything_is_measured(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "fine"}, {"prompt": "word " * 600, "source": "long ones"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = cli("bench", "-m", smollm2, "-c", "256", "--prompts", "p.jsonl", "-n", "4")
+    one_line(result, "'word word", "(long ones)", "tokens, the context holds 256")
+    assert result.stdout == ""

@@ -26,7 +26,7 @@ from localspec.cli.options import (
 )
 from localspec.cli.progress import bar
 from localspec.engine import Engine
-from localspec.errors import UsageError
+from localspec.errors import LocalspecError, UsageError
 from localspec.peer import Peers
 from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 
@@ -58,22 +58,35 @@ def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | 
             raise UsageError("nothing to compare: there is no drafter (--spec-type none, or a model that can't roll back)")
         plain = Engine(loaded.session, rule=choice.rule)
         settings = _settings(loaded, choice, asdict(sampling), prompts, prompts_file, n_predict)
-        with contextlib.ExitStack() as stack:
-            peers = stack.enter_context(Peers(Path(peer).absolute(), settings, sampling)) if peer else None
-            advance = stack.enter_context(bar("prompts", len(prompts)))
-            result = run_bench(
-                plain,
-                loaded.engine,
-                prompts,
-                sampling,
-                n_predict,
-                progress=lambda r: advance(f"{r.total.speedup:.2f}x"),
-                beside=peers.measure if peers else lambda tokens, text: None,
-            )
+        result, peers = Result(), None
+        try:
+            with contextlib.ExitStack() as stack:
+                peers = stack.enter_context(Peers(Path(peer).absolute(), settings, sampling)) if peer else None
+                advance = stack.enter_context(bar("prompts", len(prompts)))
+                run_bench(
+                    plain,
+                    loaded.engine,
+                    prompts,
+                    sampling,
+                    n_predict,
+                    progress=lambda r: advance(f"{r.total.speedup:.2f}x"),
+                    beside=peers.measure if peers else lambda tokens, text: None,
+                    result=result,
+                )
+        except (KeyboardInterrupt, LocalspecError):
+            if result.total.n:  # hours, perhaps
+                _report(result, loaded.drafter.name, peers, settings)
+            raise
+        _report(result, loaded.drafter.name, peers, settings)
     finally:
         loaded.close()
-    _table(result, loaded.drafter.name, peers)
-    line = {**result.as_json(), "kernels": settings["kernels"], "settings": settings}
+
+
+def _report(result: Result, drafter: str, peers: Peers | None, settings: dict[str, Any]) -> None:
+    """The table, then the line of JSON."""
+    n_done, n_all = result.total.n, settings["n_prompts"]
+    _table(result, drafter if n_done == n_all else f"{drafter}, {n_done} of {n_all} prompts", peers)
+    line = {**result.as_json(), "complete": n_done == n_all, "kernels": settings["kernels"], "settings": settings}
     if peers is not None:
         line["peer"] = peers.as_json()
     click.echo(json.dumps(line))
