@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from localspec.accept import Sampling
+from localspec.cli import main
 from localspec.convert.quantize import quantize, size_remark
 from localspec.engine import Engine, Request
 from localspec.errors import LocalspecError, UsageError
@@ -67,6 +68,24 @@ def test_the_reader_goes(cli_env: dict[str, str], smollm2: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["curve --sizes 2 --rounds 1", "bench --limit 1 -n 4"])
+def test_the_reader_of_a_table_goes(cli_env: dict[str, str], smollm2: Path, command: str) -> None:
+    """Rich would end with code 1."""
+    result = shell(cli_env, f'localspec {command} -m "{smollm2}" > >(exec true)')
+    assert (result.rc, result.stderr) == (141, "")
+
+
+def test_not_enough_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def prompt(*_: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("localspec.cli.run_cmd._prompt", prompt)
+    monkeypatch.setattr(sys, "argv", ["localspec", "run"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("localspec: error: there is not enough memory")
+
+
 def test_an_encoding_without_the_characters(cli: Cli, smollm2: Path) -> None:
     """Nothing is lost: escapes in text, and JSON that stays JSON."""
     env = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
@@ -92,6 +111,11 @@ def test_no_command_gives_the_help(cli: Cli) -> None:
 def test_empty_names(cli: Cli, flag: str) -> None:
     """An unset variable must not silently mean the default."""
     one_line(cli("run", flag, "", *([] if flag == "-f" else ["-p", "hi"])), flag, "no name given")
+
+
+def test_empty_names_to_inspect(cli: Cli, smollm2: Path) -> None:
+    one_line(cli("inspect", ""), "TARGET '': no name given")
+    one_line(cli("inspect", smollm2, ""), "DRAFT '': no name given")
 
 
 @pytest.mark.parametrize("flag", ["-p", "-sys", "--stop"])

@@ -191,13 +191,18 @@ def test_on_a_terminal_of_80_columns(tiny: Path, draft: Path, cli_env: dict[str,
     assert any(line.strip().startswith("llama-server -m ") for line in commands.splitlines())
 
 
-def _on_terminal(args: list[str], env: dict[str, str]) -> str:
+def test_on_a_terminal_of_20_columns(tiny: Path, cli_env: dict[str, str]) -> None:
+    shown = _on_terminal(["inspect", str(tiny)], {**cli_env, "TERM": "xterm-256color"}, columns=20)
+    assert "  vocabulary     320 tokens, tokenizer gpt2, pre-tokenizer gpt-2\n" in shown
+
+
+def _on_terminal(args: list[str], env: dict[str, str], columns: int = 80) -> str:
     import fcntl
     import struct
     import termios
 
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with subprocess.Popen([sys.executable, "-m", "localspec", *args], stdout=slave, stderr=slave, env=env) as process:
         os.close(slave)
         out = b""

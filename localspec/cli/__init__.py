@@ -81,6 +81,9 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort, EOFError):
         _tell("localspec: interrupted")
         code = 130
+    except MemoryError:
+        _tell("localspec: error: there is not enough memory; use a smaller model, --ctx-size or file")
+        code = 2
     except OSError as error:
         code = _failed_output(error)
     sys.exit(code)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from localspec.bench import Group, Result, run_bench
+from localspec.cli.console import OutputConsole
 from localspec.cli.help import Command, option
 from localspec.cli.loading import Loaded, open_engine
 from localspec.cli.options import (
@@ -130,7 +130,7 @@ def _table(result: Result, drafter: str, peers: Peers | None) -> None:
         _row(table, name, group)
     table.add_section()
     _row(table, "all", result.total)
-    console = Console()
+    console = OutputConsole()
     console.print(table)
     for d in result.total.differences:
         console.print(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from localspec import native
+from localspec.cli.console import OutputConsole
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, target_path
@@ -90,7 +90,7 @@ def _measure(
         table = _headed_table(model.description, session.n_threads, n_context, ("n", "ms", "t(n)/t(1)", "most gain"))
         for n, ms, ratio in zip(curve.n, curve.ms, curve.ratio):
             table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{n / ratio:.2f}x")
-        console = Console()
+        console = OutputConsole()
         console.print(table)
         console.print(f"ceiling {best:.2f}x with blocks of {at}; kernels: {native.kernels_in_use()}")
         settings = {"target": str(model.path), "threads": session.n_threads, "context": n_context, "rounds": rounds}
@@ -104,7 +104,7 @@ def _measure(
 def _headed_table(description: str, n_threads: int, n_context: int, headings: Sequence[str]) -> Table:
     # A line above instead of a title: a title is wrapped to the width of its table.
     title = f"{description}, {n_threads} threads, {n_context} tokens of context"
-    Console().print(title, markup=False, highlight=False, soft_wrap=True)
+    OutputConsole().print(title, markup=False, highlight=False, soft_wrap=True)
     table = Table()
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -147,7 +147,7 @@ def _compare(
     table = _headed_table(ready["stock"]["description"], ready["stock"]["threads"], n_context, headings)
     for n, ms, ratio, our_ms, our_ratio in zip(stock.n, stock.ms, stock.ratio, ours.ms, ours.ratio):
         table.add_row(str(n), f"{ms:.2f}", f"{ratio:.2f}", f"{our_ms:.2f}", f"{our_ratio:.2f}", f"{our_ms / ms:.2f}")
-    console = Console()
+    console = OutputConsole()
     console.print(table)
     console.print(
         f"{n_context} tokens of context read in {ready['stock']['prefill_ms']:.0f} ms and "

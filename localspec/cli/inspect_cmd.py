@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from localspec.pairing import can_roll_back, check_pair, drafter_for
 
 PROMPT = "Write a haiku about rain."
 RULE = "match"
+MIN_COLUMNS = 50  # where two columns would be too narrow to read, lines are left to the terminal
 # Our drafters, as `llama-server --spec-type` calls the same thing.
 LLAMA_SPEC_TYPES = {
     "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "mtp": "draft-mtp", "ngram": "ngram-simple",
@@ -53,6 +55,9 @@ def inspect_cmd(
 
     Reads the files only; nothing is loaded. Exit code 2 if a file can't be used or the pair doesn't fit.
     """
+    for role, path in (("TARGET", target), ("DRAFT", draft)):
+        if path == "":
+            raise UsageError(f"{role} '': no name given (an unset variable?); name a file")
     if n_ctx < 0:
         raise UsageError(f"--ctx-size must be positive, not {n_ctx}")
     native.use_kernels(kernels)
@@ -296,7 +301,7 @@ def _sections(report: Report) -> list[tuple[str, Rows]]:
 
 
 def _show(report: Report) -> None:
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns >= MIN_COLUMNS:
         _show_rich(report)
         return
     for title, rows in _sections(report):
