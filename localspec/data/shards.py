@@ -165,6 +165,13 @@ class Shards:
         here = slice(shard.starts[j], shard.starts[j + 1])
         return shard.arrays["tokens"][here], shard.arrays["mask"][here]
 
+    def teacher(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """(the likeliest tokens i32[m, k] of sample i, their probabilities f32[m, k]), without the states."""
+        shard, j = self._place(i)
+        here = slice(int(shard.teacher_starts[j]), int(shard.teacher_starts[j + 1]))
+        below, lse = shard.arrays["teacher.logits"][here].astype(np.float32), shard.arrays["teacher.lse"][here]
+        return shard.arrays["teacher.ids"][here].astype(np.int32), np.exp(below - lse[:, None])
+
     def lengths(self) -> npt.NDArray[np.int64]:
         """i64[len]: tokens of each sample."""
         parts = [np.diff(self._open(number).starts) for number in range(len(self.manifest.shards))]
