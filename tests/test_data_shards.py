@@ -102,6 +102,9 @@ def test_a_second_writer_goes_on(tmp_path: Path) -> None:
     first = ShardWriter(tmp_path, manifest(), shard_tokens=50)
     first.add(sample(60), "a#0")
     first.add(sample(20), "b#0")  # never written: as if killed here
+    with pytest.raises(DataError, match="another localspec writes there"):
+        ShardWriter(tmp_path, manifest())
+    del first
     (tmp_path / "shard-00001.safetensors").write_bytes(b"half")
     (tmp_path / "shard-00001.safetensors.part").write_bytes(b"half")
     second = ShardWriter(tmp_path, manifest(), shard_tokens=50)
@@ -144,6 +147,8 @@ def test_empty_masks_and_odd_sizes_are_refused(tmp_path: Path) -> None:
     short.teacher_ids = short.teacher_ids[1:]
     with pytest.raises(DataError, match="teacher rows"):
         writer.add(short, "q7#2")
+    with pytest.raises(DataError, match="has states of .2, 48., the data .3, 48."):
+        writer.add(sample(n_taps=2), "q7#3")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from localspec.data import selfmade
+from localspec.data import hf, selfmade
 from localspec.data.conversations import Conversation, Message, read_conversations
-from localspec.data.hf import read_dataset
 from localspec.data.mask import Renderer, render
 from localspec.data.selfmade import Known, invent, opening, self_made
 from localspec.errors import FetchError, UsageError
 from localspec.model import Model
 from localspec.target import SessionSettings, TargetSession
-from tests import gguf_maker
+from tests import fake_hub, gguf_maker
+from tests.conftest import Cli
+from tests.fake_hub import Repo
 
 # Shows what was thought only in the newest answer, as Qwen3's template does.
 FORGETFUL = (
@@ -28,8 +31,13 @@ FORGETFUL = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    with Model(gguf_maker.tiny_llama(tmp_path_factory.mktemp("m") / "tiny.gguf")) as loaded:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gguf_maker.tiny_llama(tmp_path_factory.mktemp("m") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[Model]:
+    with Model(path) as loaded:
         yield loaded
 
 
@@ -117,26 +125,48 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
         read_conversations(tmp_path / "latin.txt")
 
 
-def test_datasets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    snapshot = tmp_path / "datasets--me--mine" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (tmp_path / "datasets--me--mine" / "refs").mkdir()
-    (tmp_path / "datasets--me--mine" / "refs" / "main").write_text("0" * 40)
-    (snapshot / "train.jsonl").write_text('{"prompt": "cached"}\n')
-    for address, words in (("hf://me", "expected hf://USER/NAME"), ("hf://me/none/x.jsonl", "is not in the cache"),
-                           ("hf://me/mine", "HF_HUB_OFFLINE")):  # fmt: skip
-        with pytest.raises(FetchError, match=words):
-            read_dataset(address)
-    import localspec.data.hf as hf
-
-    assert hf._choose(["README.md", "data/train.jsonl", "data/test.jsonl"], "hf://a/b") == "data/train.jsonl"
-    with pytest.raises(FetchError, match=r"it has x\.parquet"):
-        hf._choose(["x.parquet"], "hf://a/b")
+def test_the_file_of_a_dataset_is_chosen() -> None:
+    names = ["README.md", "data/train.jsonl", "data/test.jsonl", "config.json"]
+    assert hf._choose(names, "hf://a/b") == "data/train.jsonl"
+    with pytest.raises(FetchError, match=r"it has x\.csv"):
+        hf._choose(["x.csv"], "hf://a/b")
     with pytest.raises(FetchError, match=r"hf://a/b/FILE: a\.jsonl, b\.jsonl"):
         hf._choose(["b.jsonl", "a.jsonl"], "hf://a/b")
+    for address in ("hf://me", "hf://", "hf://a b/c"):
+        with pytest.raises(FetchError, match="expected hf://USER/NAME"):
+            hf.read_dataset(address)
+
+
+def test_datasets_of_the_hub(path: Path, cli: Cli) -> None:
+    with fake_hub.running() as hub:
+        hub.repos["me/mine"] = Repo({"README.md": b"", "train.jsonl": b'{"prompt": "the cat"}\n{"prompt": "the rain"}\n'})
+        hub.repos["me/table"] = Repo({"data/train.parquet": b"PAR1"})
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_ETAG_TIMEOUT": "5"}
+        common = ("data", "-m", path, "-o", "d", "--max-tokens", "2", "--states", "none")
+        for address, words in (
+            ("hf://me/mine", "2 samples"),
+            ("hf://me/mine/train.jsonl", "2 samples"),
+            ("hf://me/mine/test.jsonl", "has no such file"),
+            ("hf://me/none", "does not exist, or is private"),
+            ("hf://me/table", "pip install pyarrow"),
+        ):
+            done = cli(*common, "-f", address, env=env)
+            assert words in done.stderr, (address, done.stderr)
+            assert done.rc == (0 if words == "2 samples" else 2)
+        hub.broken = 503
+        assert "HTTP 503" in cli(*common, "-f", "hf://me/other", env=env).stderr
+    done = cli(*common, "-f", "hf://me/mine/train.jsonl")  # offline, from the cache
+    assert done.rc == 0, done.stderr
+    assert "HF_HUB_OFFLINE is set" in cli(*common, "-f", "hf://me/mine").stderr
+
+
+def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SimpleNamespace(to_pylist=lambda: [{"prompt": "the cat"}, {"prompt": "the rain"}])
+    module = SimpleNamespace(read_table=lambda path: table)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
+    found = hf._read_parquet(tmp_path / "train.parquet", False)
+    assert [c.where for c in found] == ["train.parquet row 0", "train.parquet row 1"]
 
 
 # -- the mask ----------------------------------------------------------------------------------------------------------

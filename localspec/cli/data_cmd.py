@@ -128,6 +128,7 @@ def data_cmd(
         finally:
             session.close()
             model.close()
+            writer.close()
         _say_all(writer)
         stopped.check()
 
@@ -164,6 +165,7 @@ def extract_cmd(
         finally:
             session.close()
             model.close()
+            writer.close()
         _say_all(writer)
         stopped.check()
 

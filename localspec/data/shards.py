@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -272,8 +272,9 @@ def map_safetensors(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, 
 class ShardWriter:
     """Writes samples into a directory, a shard whenever `shard_tokens` have come together, or `flush` is called.
 
-    Goes on where an earlier writer ended; `done` holds the keys already there. Raises DataError where the directory holds
-    data of another target, other taps, another precision.
+    Goes on where an earlier writer ended; `done` holds the keys already there. One writer at a time: the directory is locked
+    until `close` (or the process's end, however it comes). Raises DataError where the directory is locked or holds data of
+    another target, other taps, another precision.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, shard_tokens: int = SHARD_TOKENS):
@@ -281,6 +282,7 @@ class ShardWriter:
         self.folder = Path(folder)
         self.shard_tokens = shard_tokens
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder / ".lock")
         self.manifest = self._resumed(manifest)
         self.done: set[str] = set(Shards(self.folder, self.manifest).keys())
         self._clear()
@@ -325,6 +327,9 @@ class ShardWriter:
         if not len(sample.mask) == n == len(sample.taps) or not len(sample.teacher_ids) == len(sample.teacher_lse) == m:
             raise DataError(f"sample {key} ({sample.source}): {n} tokens, {m} of the assistant's, but {len(sample.taps)} "
                             f"states and {len(sample.teacher_ids)} teacher rows")  # fmt: skip
+        shape = (len(self.manifest.taps), int(self.manifest.target["n_embd"]))
+        if sample.taps.shape[1:] != shape and self.manifest.taps:
+            raise DataError(f"sample {key} has states of {list(sample.taps.shape[1:])}, the data {list(shape)}")
         if key in self.done:
             raise DataError(f"sample {key} ({sample.source}) is there already")
         self.done.add(key)
@@ -347,6 +352,11 @@ class ShardWriter:
             self._encode()
         if self.n_pending >= self.shard_tokens:
             self.flush()
+
+    def close(self) -> None:
+        """Write what is left, and let others write here."""
+        self.flush()
+        self._lock.close()
 
     def _encode(self) -> None:
         """Bring the waiting states into their small form. The first of a shard say how large each dimension is."""
@@ -387,6 +397,23 @@ class ShardWriter:
         manifest.save(self.folder)
         self.manifest = manifest
         self._clear()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """An open file that holds a lock until it is closed. Raises DataError where another process has it."""
+    file = path.open("ab")
+    try:
+        import fcntl  # not on Windows: there two writers are not kept apart
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
+    except BlockingIOError:
+        file.close()
+        raise DataError(f"{path.parent}: another localspec writes there: wait for it, or give another directory") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def _joined(parts: Iterable[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
