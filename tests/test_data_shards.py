@@ -147,7 +147,7 @@ def test_empty_masks_and_odd_sizes_are_refused(tmp_path: Path) -> None:
     short.teacher_ids = short.teacher_ids[1:]
     with pytest.raises(DataError, match="teacher rows"):
         writer.add(short, "q7#2")
-    with pytest.raises(DataError, match="has states of .2, 48., the data .3, 48."):
+    with pytest.raises(DataError, match=r"has states of \[2, 48\], the data \[3, 48\]"):
         writer.add(sample(n_taps=2), "q7#3")
 
 

@@ -328,7 +328,7 @@ class ShardWriter:
             raise DataError(f"sample {key} ({sample.source}): {n} tokens, {m} of the assistant's, but {len(sample.taps)} "
                             f"states and {len(sample.teacher_ids)} teacher rows")  # fmt: skip
         shape = (len(self.manifest.taps), int(self.manifest.target["n_embd"]))
-        if sample.taps.shape[1:] != shape and self.manifest.taps:
+        if sample.taps.shape[1:] != shape and self.manifest.states != "none":
             raise DataError(f"sample {key} has states of {list(sample.taps.shape[1:])}, the data {list(shape)}")
         if key in self.done:
             raise DataError(f"sample {key} ({sample.source}) is there already")
