@@ -15,6 +15,8 @@ from typing import Any
 import pexpect
 import pytest
 
+from localspec.cli.run_cmd import _write
+from localspec.engine import Piece
 from tests.gguf_maker import tiny_mamba
 
 RUN = ("run", "--temp", "0", "-c", "512")
@@ -168,6 +170,15 @@ def test_accepted_tokens_are_tinted_on_a_terminal(smollm2: Path, environment: di
     child.expect(pexpect.EOF)
     assert (b"\x1b[32m" in child.before) == tinted
     child.close()
+
+
+@pytest.mark.parametrize(("on_terminal", "shown"), [(False, "\x1b[31mred\x1b[0m\r\n\x07"), (True, "[31mred[0m\n")])
+def test_what_a_model_writes_is_kept_but_drives_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_terminal: bool, shown: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    _write([Piece(1, "\x1b[31mred", False), Piece(2, "\x1b[0m\r\n\x07", False)], tint=False)
+    assert capsys.readouterr().out == shown
 
 
 def test_help_is_quick_and_lists_every_command(cli: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from localspec.chat.screen import printable
 from localspec.cli import in_utf8
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
@@ -140,10 +141,12 @@ def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> st
 
 
 def _write(pieces: list[Piece], tint: bool) -> None:
+    on_terminal = sys.stdout.isatty()
     for piece in pieces:
-        if piece.text:
-            shown = click.style(piece.text, fg="green") if tint and piece.from_draft else piece.text
-            click.echo(shown, nl=False, color=True if tint else None)
+        text = printable(piece.text) if on_terminal else piece.text
+        if text:
+            # color=True: click must not take out of a file what looks like colours; the text is the target's.
+            click.echo(click.style(text, fg="green") if tint and piece.from_draft else text, nl=False, color=True)
     sys.stdout.flush()
 
 
