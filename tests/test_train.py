@@ -94,7 +94,7 @@ def taken(place: Path, out: Path, own: Any) -> tuple[Any, list[Any]]:
     target = TargetWeights(place / "target.gguf")
     shards = Shards.open(place / "data", target.identity)
     everything = list(range(len(shards)))
-    counts = vocab.token_counts(shards, batches.split(shards, SETTINGS.held_out)[0], target.identity.n_vocab)
+    counts = vocab.expected_counts(shards, batches.split(shards, SETTINGS.held_out)[0], target.identity.n_vocab)
     facts = models.DataFacts(train_data.TAPS, loop.tap_rms(shards, everything), counts)
     model = EAGLE3.new(own, target, facts, 0)
     model.take(checkpoint.load_weights(out))
@@ -212,7 +212,7 @@ def test_a_run_cut_between_two_checkpoints_drops_what_comes_again(place: Path, w
     assert len(losses(out)) == 11
     (out / "last").rename(out / "last.old")  # killed between the two renames of a checkpoint
     _, said = go(make_run(place, out))
-    assert "going on after step 8" in said[-1]
+    assert any("going on after step 8" in line for line in said)
     assert losses(out) == losses(whole)
 
 
@@ -237,7 +237,7 @@ def test_data_that_has_grown_begins_a_new_epoch(tmp_path: Path) -> None:
     first = len(losses(tmp_path / "out"))
     train_data.shards(tmp_path / "data", tmp_path / "target.gguf", 30, seed=1)
     _, said = go(make_run(tmp_path, tmp_path / "out", steps=0, epochs=3.0))
-    assert "30 samples then, 60 now" in said[-1]
+    assert any("30 samples then, 60 now" in line for line in said)
     lines = [line for line in metrics.read(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
     shards = Shards.open(tmp_path / "data")
     more = batches.plan(shards.lengths(), batches.split(shards, 0.2)[0], 256, 2048, 0, 2)
@@ -408,7 +408,7 @@ def test_a_cut_sample_keeps_its_teacher_in_step(place: Path) -> None:
 
 
 def test_the_vocabulary_is_what_is_said_most() -> None:
-    counts = np.array([0, 5, 0, 2, 0, 9])
+    counts = np.array([0.0, 5, 0, 2, 0, 9])
     ids = vocab.choose(counts, 4)
     assert ids.tolist() == [0, 1, 3, 5]
     assert vocab.coverage(counts, ids) == 1.0

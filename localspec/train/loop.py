@@ -92,6 +92,7 @@ class _Trainer:
         self.best_report: dict[str, Any] | None = None
         self.total = self._total()
         self._resume()
+        self._introduce()
         if world.first:
             self.metrics = Metrics(run.out, self.step)
 
@@ -108,19 +109,25 @@ class _Trainer:
         self.evaluated = evaluate.choose(self.eval_shards, held_out, self.settings.eval_tokens)
 
     def _make_model(self) -> None:
-        counts = vocab.token_counts(self.shards, self.training, self.target.identity.n_vocab)
+        counts = vocab.expected_counts(self.shards, self.training, self.target.identity.n_vocab)
         rms = tap_rms(self.shards, self.training) if self.kind.NEEDS_TAPS else np.ones(0, np.float32)
         facts = models.DataFacts(tuple(self.shards.manifest.taps), rms, counts)
         self.model: Any = self.kind.new(self.setup.model_settings, self.target, facts, self.settings.seed)
         if self.setup.start_from is not None:
             self.model.take(checkpoint.load_weights(self.setup.start_from))
         self.model.to(self.device)
+
+    def _introduce(self) -> None:
         for line in self.model.remarks():
             self.say(line)
-        said = vocab.token_counts(self.eval_shards, self.evaluated, self.target.identity.n_vocab)
-        covered = vocab.coverage(said, self.model.vocabulary())
-        self.say(f"training on {len(self.training)} samples; evaluating on {len(self.evaluated)} "
-                 f"others, of whose tokens the draft can say {covered:.1%}")  # fmt: skip
+        ids = self.model.vocabulary()
+        covered = []
+        for shards, samples in ((self.shards, self.training), (self.eval_shards, self.evaluated)):
+            said = vocab.token_counts(shards, samples, self.target.identity.n_vocab)
+            covered.append(vocab.coverage(said, ids))
+        more = " (aim above 97%: more data, or a larger --draft-vocab)" if covered[1] < 0.97 else ""
+        self.say(f"training on {len(self.training)} samples, evaluating on {len(self.evaluated)} others")
+        self.say(f"the draft can say {covered[0]:.1%} and {covered[1]:.1%} of their tokens{more}")
 
     def _resolved(self) -> dict[str, Any]:
         return {

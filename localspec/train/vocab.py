@@ -19,9 +19,21 @@ def token_counts(shards: Shards, samples: Iterable[int], n_vocab: int) -> npt.ND
     return counts
 
 
-def choose(counts: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """i64[size], ascending: the tokens said most. Of those said equally often, never perhaps, the lower ids: a BPE makes
-    its frequent tokens first."""
+def expected_counts(shards: Shards, samples: Iterable[int], n_vocab: int) -> npt.NDArray[np.float64]:
+    """f64[n_vocab]: how often each token was said, and how often the target would say it by what it thought at each place:
+    the same counts with less noise. On 228,000 tokens it covers half a point more of unseen text (docs/LOG.md)."""
+    counts = np.zeros(n_vocab)
+    for i in samples:
+        tokens, mask = shards.tokens(i)
+        counts += np.bincount(tokens[mask > 0], minlength=n_vocab)
+        ids, p = shards.teacher(i)
+        counts += np.bincount(ids.ravel(), p.ravel(), minlength=n_vocab)
+    return counts
+
+
+def choose(counts: npt.NDArray[np.float64], size: int) -> npt.NDArray[np.int64]:
+    """i64[size], ascending: the tokens that count most. Of those that count the same, never perhaps, the lower ids: a
+    BPE makes its frequent tokens first."""
     best = np.argsort(-counts, kind="stable")[:size]
     return np.sort(best).astype(np.int64)
 

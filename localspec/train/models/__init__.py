@@ -24,11 +24,11 @@ from localspec.train.target_weights import TargetWeights
 @dataclass(frozen=True)
 class DataFacts:
     """What a model may want to know of the data before it is made: the taps' places in the target, the root mean square of
-    each of their dimensions f32[T * H], and how often the assistant said each token i64[V]."""
+    each of their dimensions f32[T * H], and how often the assistant would say each token f64[V]."""
 
     taps: tuple[int, ...]
     tap_rms: npt.NDArray[np.float32]
-    counts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.float64]
 
 
 @dataclass

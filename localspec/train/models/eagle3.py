@@ -138,7 +138,6 @@ class Model(nn.Module):
             self.head.copy_(head * (_FIRST_LOGITS / (probe @ head.t()).std()))
         scale = 1.0 / np.maximum(facts.tap_rms, 1e-6)
         self._hold(target, scale.astype(np.float32), ids)
-        self.coverage = vocab.coverage(facts.counts, ids)
 
     def _hold(self, target: TargetWeights, scale: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> None:
         self.register_buffer("embedding", target.embedding(torch.bfloat16), persistent=False)
@@ -146,16 +145,14 @@ class Model(nn.Module):
         self.register_buffer("draft_ids", torch.from_numpy(ids))
         table = np.full(self.shape.target.n_vocab, -1, np.int64)
         table[ids] = np.arange(len(ids))
-        self.register_buffer("draft_of", torch.from_numpy(table), persistent=False)
+        self.register_buffer("draft_of", torch.from_numpy(table))
 
     def matrices(self) -> list[str]:
         return ["fc", "q", "k", "v", "o", "gate", "up", "down"]
 
     def remarks(self) -> list[str]:
         size = sum(p.numel() for p in self.parameters())
-        said = f"draft vocabulary of {len(self.draft_ids)} tokens, {self.coverage:.1%} of what the target says"
-        thin = " (aim above 97%: more data to count, or a larger --draft-vocab)" if self.coverage < 0.97 else ""
-        return [f"EAGLE-3 draft, {size / 1e6:.1f} M parameters, taps {', '.join(map(str, self.shape.taps))}", said + thin]
+        return [f"EAGLE-3 draft, {size / 1e6:.1f} M parameters, taps {', '.join(map(str, self.shape.taps))}"]
 
     def vocabulary(self) -> npt.NDArray[np.int64]:
         ids: npt.NDArray[np.int64] = self.draft_ids.cpu().numpy()
