@@ -113,6 +113,15 @@ def test_empty_names(cli: Cli, flag: str) -> None:
     one_line(cli("run", flag, "", *([] if flag == "-f" else ["-p", "hi"])), flag, "no name given")
 
 
+@pytest.mark.parametrize("flag", ["--prompts", "--peer-llama-server"])
+def test_empty_names_to_bench(cli: Cli, flag: str) -> None:
+    one_line(cli("bench", flag, ""), flag, "no name given")
+
+
+def test_an_empty_stop_string(cli: Cli) -> None:
+    one_line(cli("run", "-p", "hi", "--stop", "END", "--stop", ""), "--stop ''")
+
+
 def test_empty_names_to_inspect(cli: Cli, smollm2: Path) -> None:
     one_line(cli("inspect", ""), "TARGET '': no name given")
     one_line(cli("inspect", smollm2, ""), "DRAFT '': no name given")

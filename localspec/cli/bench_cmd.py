@@ -47,6 +47,9 @@ def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | 
 
     Greedy unless --temp is given. A table by source, then one line of JSON.
     """
+    for flag, name in (("--prompts", prompts_file), ("--peer-llama-server", peer)):
+        if name == "":
+            raise UsageError(f"{flag} '': no name given (an unset variable?); name a file, or leave {flag} out")
     sampling = take_sampling(options)
     choice = take_models(options)
     prompts = spread(read_prompts(Path(prompts_file)) if prompts_file else list(BUILT_IN), limit)

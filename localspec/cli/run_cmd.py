@@ -49,6 +49,8 @@ def run_cmd(
     for flag, given in (("-p", prompt), ("-sys", system), *(("--stop", stop) for stop in stops)):
         if given and any("\ud800" <= c <= "\udfff" for c in given):  # how Python passes on bytes that are not UTF-8
             raise UsageError(f"{flag}: not UTF-8 text")
+    if "" in stops:
+        raise UsageError("--stop '': nothing to stop before (an unset variable?); give a text, or leave --stop out")
     sampling = take_sampling(options)
     choice = take_models(options)
     text = _prompt(prompt, prompt_file)
