@@ -49,11 +49,11 @@ def asked(*texts: str, source: str = "test") -> Conversation:
 
 def written(
     model: Model, conversations: list[Conversation], parallel: int = 4, n_answers: int = 1, n_ctx: int = 256,
-    **settings: object,
+    greedy: bool = True, **settings: object,
 ) -> dict[str, Sample]:
     with TargetSession(model, SessionSettings(n_ctx=n_ctx, n_sequences=parallel, n_batch=64, taps=(1, 2, 3))) as session:
         generator = Generator(session, **{"max_tokens": 12, "teacher_k": 5, **settings})  # type: ignore[arg-type]
-        groups = make_jobs(conversations, n_answers, Sampling(temperature=0.7, seed=3), True, set())
+        groups = make_jobs(conversations, n_answers, Sampling(temperature=0.7, seed=3), greedy, set())
         return {key: sample for sample, key in generator.run(groups)}
 
 
@@ -109,7 +109,7 @@ def test_an_answer_does_not_depend_on_the_others(model: Model) -> None:
 @pytest.mark.usefixtures("ends")
 def test_a_conversation_goes_on_after_an_answer(model: Model) -> None:
     conversation = asked("the cat", "and then", "the river")
-    (sample,) = written(model, [conversation]).values()
+    (sample,) = written(model, [conversation], greedy=False).values()
     changes = np.flatnonzero(np.diff(sample.mask))
     assert len(changes) == 5  # three answers, the last one at the end
     assert sample.mask[-1] == 1
@@ -124,7 +124,7 @@ def test_a_conversation_goes_on_after_an_answer(model: Model) -> None:
 
 @pytest.mark.usefixtures("ends")
 def test_a_conversation_that_outgrows_the_context_keeps_its_beginning(model: Model) -> None:
-    samples = written(model, [asked("the cat", "the rain fell " * 30, "the river")], n_ctx=80)
+    samples = written(model, [asked("the cat", "the rain fell " * 30, "the river")], n_ctx=80, greedy=False)
     (sample,) = samples.values()
     assert len(np.flatnonzero(np.diff(sample.mask))) == 1
     assert written(model, [asked("the rain fell " * 60)], n_ctx=80) == {}
@@ -134,14 +134,14 @@ def test_a_conversation_that_outgrows_the_context_keeps_its_beginning(model: Mod
 def test_thinking_can_be_left_out_of_what_counts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = type(model.tokenizer).piece
     conversations = [asked(text) for text in PROMPTS[:3]]
-    before = written(model, conversations)
+    before = written(model, conversations, greedy=False)
     said = next(s for s in before.values() if s.mask.sum() > 3)
     odd = int(said.tokens[np.flatnonzero(said.mask)[1]])
     fake = {odd: b"<think>", model.tokenizer.eos: b"</think>"}
     monkeypatch.setattr(
         type(model.tokenizer), "piece", lambda self, t, special=False: fake.get(t) or piece(self, t, special)
     )
-    after = written(model, conversations, keep_thinking=False)
+    after = written(model, conversations, greedy=False, keep_thinking=False)
     key = next(k for k, s in before.items() if s is said)
     assert after[key].mask.sum() == 1
     assert len(after[key].teacher_ids) == 1

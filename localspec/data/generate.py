@@ -172,16 +172,18 @@ class Generator:
         slots = [slot for slot in self._slots if slot is not None]
         at = [len(slot.tokens) - 1 for slot in slots]  # of the pending token
         rows = self.session.decode([(i, slot.tokens[-1:]) for i, slot in zip(numbers, slots)])
-        samplings = [slot.job.sampling for slot in slots]
-        histories = [np.array(s.tokens, np.int32) if s.job.sampling.needs_history else _NO_HISTORY for s in slots]
-        drawn = draw(rows.logits, [s.random_key for s in slots], [p + 1 for p in at], samplings, histories)
         tops = top_k(rows.logits, self.teacher_k)
+        samplings = [slot.job.sampling for slot in slots]
+        tokens = tops.ids[:, 0]
+        if not all(s.greedy and not s.needs_history for s in samplings):
+            histories = [np.array(s.tokens, np.int32) if s.job.sampling.needs_history else _NO_HISTORY for s in slots]
+            tokens = draw(rows.logits, [s.random_key for s in slots], [p + 1 for p in at], samplings, histories).tokens
         if rows.taps is not None:
             self._taps[numbers, at] = rows.taps
         self._ids[numbers, at], self._logits[numbers, at], self._lse[numbers, at] = tops.ids, tops.logits, tops.lse
-        ends = self._tokenizer.eog[drawn.tokens].tolist()
+        ends = self._tokenizer.eog[tokens].tolist()
         over = []
-        for number, slot, token, end in zip(numbers, slots, drawn.tokens.tolist(), ends):
+        for number, slot, token, end in zip(numbers, slots, tokens.tolist(), ends):
             slot.tokens.append(token)
             start = slot.spans[-1][0]
             n = len(slot.tokens)
