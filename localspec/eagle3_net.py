@@ -47,7 +47,7 @@ class Eagle3Net:
         self.config = SpeculatorConfig.from_gguf(draft)
         c = self.config
         if c.n_layer != 1 or not c.taps:
-            raise draft.error(f"has {c.n_layer} layers and {len(c.taps)} taps; an EAGLE-3 draft has one layer and three taps")
+            raise draft.error(f"has {c.n_layer} layers and {len(c.taps)} taps; an EAGLE-3 draft has one layer and three")
         self.n_embd = c.n_embd
         self.n_in = len(c.taps) * c.target.n_embd
         self.n_tokens = target.vocab_size

@@ -20,7 +20,7 @@ import numpy as np
 
 from localspec.accept import Block, Draft, Sampling, Verdict, verify
 from localspec.control import Controller, FixedBlock
-from localspec.drafters import Drafter, Sequence
+from localspec.drafters import Drafter, Sequence, TapReader
 from localspec.errors import ContextFullError, UsageError
 from localspec.target import Rows, TargetSession
 from localspec.tokenizer import TextStream
@@ -176,8 +176,8 @@ class Engine:
             raise UsageError("every sequence of this session is busy")
         stats = Stats(n_prompt=len(request.prompt))
         began = time.perf_counter()
-        stats.n_prompt_computed = self.session.prefill(slot, request.prompt[:-1], stopped)
         seq = Sequence(slot, request.key, request.sampling, list(request.prompt), len(request.prompt))
+        stats.n_prompt_computed = self._prefill(seq, stopped)
         if self.drafter is not None and not stopped():
             self.drafter.begin(seq)
         stats.t_prompt = time.perf_counter() - began
@@ -185,6 +185,14 @@ class Engine:
         text = TextStream(self.session.model.tokenizer, request.stop)
         self._running[slot] = _Running(seq, request, text, n_left, stats)
         return slot
+
+    def _prefill(self, seq: Sequence, stopped: Callable[[], bool]) -> int:
+        """Compute the prompt but for its last token; returns how many tokens were computed."""
+        drafter = self.drafter
+        if not isinstance(drafter, TapReader):
+            return self.session.prefill(seq.slot, seq.tokens[:-1], stopped)
+        self.session.rollback(seq.slot, drafter.keep(seq))
+        return self.session.prefill(seq.slot, seq.tokens[:-1], stopped, lambda first, taps: drafter.read(seq, first, taps))
 
     def stats(self, slot: int) -> Stats:
         """The counts of the text in `slot` so far."""

@@ -392,6 +392,69 @@ def eagle3_stub(
     return write(path, arch, _general(f"tiny {arch}", "f32") | named | copied_tokenizer(like), w.out)
 
 
+def eagle3_head(
+    path: Path | str,
+    like: Path | str,
+    draft_vocab: int = 128,
+    seed: int = 0,
+    ftype: str = "f32",
+    taps: Sequence[int] = (1, 2, 3),
+    n_embd: int = 0,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    n_ff: int = 128,
+    window: int = 0,
+    norm_before_residual: bool = False,
+    norm_before_fc: bool = False,
+    rope_factors: bool = False,
+    logit_std: float = 3.0,
+) -> Path:
+    """A random EAGLE-3 head for ``like`` that exercises everything: no norm is 1, the vocabulary is a random choice, the
+    embedding is the target's unless ``n_embd`` is another width (then it has its own), 0: the target's."""
+    target = GGUFFile.open(like)
+    e, hidden = n_embd or target.n_embd, target.n_embd
+    size, w, b = e // n_head, _Weights(seed, ftype), "blk.0."
+    w.matrix("fc.weight", e, 3 * hidden)
+    norms = {f"{b}attn_norm": e, f"{b}attn_norm_2": e, f"{b}ffn_norm": e, "output_norm": e}
+    norms |= {"enc.output_norm": 3 * hidden} if norm_before_fc else {}
+    for name, n in norms.items():
+        w.exact(f"{name}.weight", w.rng.uniform(0.5, 1.5, n))
+    w.matrix(b + "attn_q.weight", e, 2 * e, 2.0 * (2 * e) ** -0.5)
+    w.matrix(b + "attn_k.weight", n_head_kv * size, 2 * e, 2.0 * (2 * e) ** -0.5)
+    w.matrix(b + "attn_v.weight", n_head_kv * size, 2 * e)
+    w.matrix(b + "attn_output.weight", e, e)
+    w.matrix(b + "ffn_gate.weight", n_ff, e)
+    w.matrix(b + "ffn_up.weight", n_ff, e)
+    w.matrix(b + "ffn_down.weight", e, n_ff)
+    w.matrix("output.weight", draft_vocab or target.vocab_size, e, logit_std * e**-0.5)
+    if e != hidden:
+        w.matrix("token_embd.weight", target.vocab_size, e, 1.0)
+    if draft_vocab:
+        w.out["d2t"] = np.sort(w.rng.choice(target.vocab_size, draft_vocab, replace=False)).astype(np.int64)
+    if rope_factors:
+        w.exact("rope_freqs.weight", w.rng.uniform(1.0, 4.0, size // 2))
+    config = {
+        "block_count": 1,
+        "context_length": target.n_ctx_train,
+        "embedding_length": e,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_head_kv,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": size,
+        "vocab_size": target.vocab_size,
+        "target_layers": list(taps),
+        "target_hidden_size": hidden,
+        "norm_before_residual": norm_before_residual,
+        "norm_before_fc": norm_before_fc,
+    }
+    if window:
+        config["attention.sliding_window"] = window
+    named = {f"eagle3.{k}": v for k, v in config.items()}
+    return write(path, "eagle3", _general("random eagle3", ftype) | named | copied_tokenizer(like), w.out)
+
+
 def requantize(src: Path | str, dst: Path | str, ftype: str = "Q2_K") -> Path:
     """``src`` quantised once more by llama.cpp, e.g. to "Q2_K": a draft that is close to its target, and cheaper."""
     import ctypes

@@ -11,7 +11,7 @@ from localspec import native
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Controller, FixedBlock, Gate
-from localspec.drafters import Drafter, DrafterSettings, load, names
+from localspec.drafters import Drafter, DrafterSettings, load, names, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -20,7 +20,7 @@ from localspec.pairing import drafter_for
 from localspec.target import TargetSession
 
 #: llama.cpp's --spec-type -> our drafter of the same kind
-LLAMA_CPP_NAMES = {"draft-simple": "lm", "ngram-simple": "ngram"}
+LLAMA_CPP_NAMES = {"draft-simple": "lm", "ngram-simple": "ngram", "draft-eagle3": "eagle3"}
 
 
 def say(text: str) -> None:
@@ -54,9 +54,7 @@ class Loaded:
 def target_path(choice: ModelChoice) -> Path:
     """The target's file: named, from the hub, or the default model (which is fetched, and said)."""
     if choice.hf:
-        from localspec.hub import resolve
-
-        return resolve(choice.hf, "target", say)
+        return _from_hub(choice.hf, "target")
     if choice.target:
         return Path(choice.target)
     path = fetched_default_model()
@@ -73,24 +71,34 @@ def fetched_default_model() -> Path:
         return default_model(progress)
 
 
+def _from_hub(spec: str, role: str) -> Path:
+    from localspec.cli.progress import download
+    from localspec.hub import resolve
+
+    with download(say) as progress:
+        return resolve(spec, role, progress)
+
+
 def draft_path(choice: ModelChoice) -> Path | None:
     """The draft's file, if one is named."""
     if choice.hfd:
-        from localspec.hub import resolve
-
-        return resolve(choice.hfd, "draft", say)
+        return _from_hub(choice.hfd, "draft")
     return Path(choice.draft) if choice.draft else None
 
 
-def open_target(choice: ModelChoice, path: Path, n_sequences: int = 1) -> tuple[Model, TargetSession]:
-    """Load the target from `path` and make its context, with the kernels that were asked for."""
+def open_target(
+    choice: ModelChoice, path: Path, n_sequences: int = 1, drafter: str = "none", draft: DrafterSettings | None = None
+) -> tuple[Model, TargetSession]:
+    """Load the target from `path` and make its context, with the kernels that were asked for, and reading the hidden states
+    that `drafter` needs."""
     if choice.n_gpu_layers != 0 and not native.has_gpu():
         say("this build of llama.cpp has no GPU: --n-gpu-layers is without effect")
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
     model = Model(path, "target", choice.n_gpu_layers)
-    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences))
+    read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
+    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
 
 
 def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
@@ -104,7 +112,7 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
         raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
     if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
-    if name == "lm" and not draft:
+    if name not in ("none", "ngram") and not draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
     return name
 
@@ -127,13 +135,12 @@ def open_engine(choice: ModelChoice) -> Loaded:
 
 
 def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:
-    model, session = open_target(choice, target)
+    settings = DrafterSettings(draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads)
+    drafting = name != "none" and choice.n_max > 0
+    model, session = open_target(choice, target, drafter=name, draft=settings if drafting else None)
     drafter: Drafter | None = None
-    if name != "none" and choice.n_max > 0:
+    if drafting:
         if session.can_roll_back:
-            settings = DrafterSettings(
-                draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads
-            )
             drafter = load(name, session, settings)
         else:
             say(

@@ -11,10 +11,13 @@ import pkgutil
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from localspec.accept import Draft, Sampling
 from localspec.errors import PairingError
+from localspec.gguf_file import GGUFFile
 from localspec.target import Rows, TargetSession
 
 
@@ -54,6 +57,18 @@ class Drafter(Protocol):
         """Free what it holds."""
 
 
+@runtime_checkable
+class TapReader(Protocol):
+    """A drafter that reads the target's hidden states: those of the prompt through this, later ones from `commit`'s rows."""
+
+    def keep(self, seq: Sequence) -> int:
+        """How many tokens of the prompt `seq.tokens` the target may take from its cache; asked before the prompt is
+        computed. The states of all later ones but the pending one must be read."""
+
+    def read(self, seq: Sequence, first: int, taps: np.ndarray) -> None:
+        """States f32[n, T, H] of seq.tokens[first : first + n], piece by piece, in order; valid until it returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
     """What a drafter may need to know to be made."""
@@ -68,6 +83,15 @@ class DrafterSettings:
 def names() -> list[str]:
     """The drafters that exist."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def taps(name: str, target: GGUFFile, settings: DrafterSettings) -> tuple[int, ...]:
+    """The hidden states that a session must read for the drafter `name` (SessionSettings.taps); none for most. Raises
+    PairingError where the draft does not fit the target."""
+    if name not in names():
+        return ()
+    wanted = getattr(importlib.import_module(f"{__name__}.{name}"), "taps", None)
+    return tuple(wanted(target, settings)) if wanted is not None else ()
 
 
 def load(name: str, target: TargetSession, settings: DrafterSettings) -> Drafter:
