@@ -16,8 +16,14 @@ from localspec.train import need_torch
 
 need_torch()  # one line in place of an import's traceback
 
-from localspec.train import models  # noqa: E402
-from localspec.train.settings import TrainSettings, from_dict  # noqa: E402
+from localspec.data.shards import Shards  # noqa: E402
+from localspec.taps import default_taps  # noqa: E402
+from localspec.train import checkpoint, loop, metrics, models, preflight  # noqa: E402
+from localspec.train.distributed import World  # noqa: E402
+from localspec.train.settings import TrainSettings, check, from_dict  # noqa: E402
+from localspec.train.target_weights import TargetWeights  # noqa: E402
+
+DEFAULT_KIND = "eagle3"
 
 _LINE_EVERY = 10  # steps between lines where output is not a terminal
 
@@ -58,6 +64,7 @@ def _command(name: str) -> click.Command:
         click.Option(["-o", "--output"], required=True, metavar="DIR", help="Where the run goes, or goes on."),
         click.Option(["--eval-data"], metavar="DIR", help="Evaluate on these shards, not on prompts held out."),
         click.Option(["--init"], metavar="DIR", help="Start from a checkpoint's weights."),
+        click.Option(["--preflight"], is_flag=True, help="Only say what must be reached to pay; said at the start, too."),
         click.Option(["--plot"], metavar="PNG", help="Draw the loss and the tokens per verify."),
     ]
 
@@ -68,19 +75,40 @@ def _command(name: str) -> click.Command:
     return click.Command(name, callback=call, params=params, help=f"Train {models.title(name)}.")
 
 
-@click.group("train", cls=_Kinds)
-def train_cmd() -> None:
+@click.group("train", cls=_Kinds, invoke_without_command=True, no_args_is_help=True)
+@click.option("--preflight", "look", is_flag=True, help="Say what a draft must reach here to pay.")
+@click.option("-m", "--target", metavar="FILE", help="The target (GGUF) to look at.")
+@click.pass_context
+def train_cmd(ctx: click.Context, look: bool, target: str | None) -> None:
     """Train a speculator on what its target wrote.
 
     A run that was ended, in whatever way, goes on with the same command.
     """
+    if ctx.invoked_subcommand is not None:
+        if look or target is not None:
+            raise UsageError(f"options stand behind the kind: localspec train {ctx.invoked_subcommand} ...")
+        return
+    if not look or target is None:
+        raise UsageError("give a kind to train, such as eagle3, or --preflight with a --target")
+    opened = TargetWeights(Path(target))
+    kind = models.find(DEFAULT_KIND)
+    _preflight(kind, kind.Settings(), opened, default_taps(opened.identity.n_layer), None)
+
+
+def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...], out: Path | None) -> None:
+    shape = kind.shape_of(settings, target, taps)
+    size = models.n_parameters(kind, settings, target, taps)
+    read = taps if kind.NEEDS_TAPS else None
+    found = preflight.preflight(target.gguf, read, shape.depth, size, out)
+    for line in found.lines:
+        say(line)
+    for line in found.warnings:
+        say(f"warning: {line}")
 
 
 def _train(name: str, values: dict[str, Any]) -> None:
-    from localspec.train import loop, metrics
-    from localspec.train.distributed import World
 
-    picture = values.pop("plot")
+    picture, only_look = values.pop("plot"), values.pop("preflight")
     if picture is not None:
         metrics.need_plot()
     paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
@@ -96,8 +124,16 @@ def _train(name: str, values: dict[str, Any]) -> None:
         start_from=_checkpoint(paths["init"]),
         eval_data=Path(paths["eval_data"]) if paths["eval_data"] else None,
     )
+    check(run.settings)
+    check(run.model_settings)
     if run.out.exists() and not run.out.is_dir():
         raise UsageError(f"{run.out} is not a directory: give another -o")
+    if World.is_first() and (only_look or checkpoint.settled(run.out / "last") is None):
+        opened = TargetWeights(run.target)
+        taps = tuple(Shards.open(run.data, opened.identity).manifest.taps)
+        _preflight(models.find(name), run.model_settings, opened, taps, run.out)
+    if only_look:
+        return
     report = loop.train(run, say, _Display())
     if not World.is_first():
         return

@@ -60,6 +60,13 @@ class Speculator(Protocol):
     Settings: ClassVar[Any]  # a dataclass of `settings.setting` fields
     depth: int  # tokens in a row that it learns to draft
 
+    def __init__(self, shape: SpeculatorConfig, settings: Any): ...
+
+    @classmethod
+    def shape_of(cls, settings: Any, target: TargetWeights, taps: tuple[int, ...]) -> SpeculatorConfig:
+        """What a model with these settings would be. Raises TrainError where the taps don't suit it."""
+        ...
+
     @classmethod
     def new(cls, settings: Any, target: TargetWeights, facts: DataFacts, seed: int) -> Self:
         """A model with fresh weights."""
@@ -93,6 +100,12 @@ class Speculator(Protocol):
 def names() -> list[str]:
     """The kinds there are."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+
+
+def n_parameters(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...]) -> int:
+    """How large such a model would be, without making it."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in kind(kind.shape_of(settings, target, taps), settings).parameters())
 
 
 def title(name: str) -> str:

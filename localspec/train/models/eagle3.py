@@ -106,24 +106,27 @@ class Model(nn.Module):
         self.head = nn.Parameter(torch.empty(size, n), requires_grad=settings.train_head)
 
     @classmethod
-    def new(cls, settings: Settings, target: TargetWeights, facts: DataFacts, seed: int) -> Self:
-        if len(facts.taps) != N_TAPS:
-            raise TrainError(f"EAGLE-3 reads {N_TAPS} taps, the data has {len(facts.taps)}: make it with --taps A,B,C")
+    def shape_of(cls, settings: Settings, target: TargetWeights, taps: tuple[int, ...]) -> SpeculatorConfig:
+        if len(taps) != N_TAPS:
+            raise TrainError(f"EAGLE-3 reads {N_TAPS} taps, the data has {len(taps)}: make it with --taps A,B,C")
         identity, gguf = target.identity, target.gguf
         n_head, n_kv = target.layer_int("attention.head_count", 1), target.layer_int("attention.head_count_kv", 1)
         theirs = target.layer_int("feed_forward_length", 4 * identity.n_embd)
         size = min(settings.draft_vocab or identity.n_vocab, identity.n_vocab)
-        shape = SpeculatorConfig(
-            method=cls.METHOD, target=identity, taps=facts.taps, n_embd=identity.n_embd, n_head=n_head,
+        return SpeculatorConfig(
+            method=cls.METHOD, target=identity, taps=taps, n_embd=identity.n_embd, n_head=n_head,
             n_head_kv=n_kv or n_head, head_dim=gguf.key_length, n_ff=settings.n_ff or theirs,
             rms_eps=target.rms_eps, rope_base=target.rope_base, draft_vocab=0 if size == identity.n_vocab else size,
             depth=settings.ttt, window=settings.window, n_ctx_train=gguf.n_ctx_train,
         )  # fmt: skip
-        model = cls(shape, settings)
-        model._initialise(target, facts, seed, size)
+
+    @classmethod
+    def new(cls, settings: Settings, target: TargetWeights, facts: DataFacts, seed: int) -> Self:
+        model = cls(cls.shape_of(settings, target, facts.taps), settings)
+        model._initialise(target, facts, seed)
         return model
 
-    def _initialise(self, target: TargetWeights, facts: DataFacts, seed: int, size: int) -> None:
+    def _initialise(self, target: TargetWeights, facts: DataFacts, seed: int) -> None:
         """Random matrices, the target's head and norm (scaled down); and what stays as it is: embedding, scales, ids."""
         random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -132,7 +135,7 @@ class Model(nn.Module):
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=random)
             self.o.mul_(0.5)
             self.down.mul_(0.5)
-            ids = vocab.choose(facts.counts, size)
+            ids = vocab.choose(facts.counts, len(self.head))
             head = target.head()[torch.from_numpy(ids)] * target.output_norm()
             probe = torch.randn(256, head.shape[1], generator=random)
             self.head.copy_(head * (_FIRST_LOGITS / (probe @ head.t()).std()))
