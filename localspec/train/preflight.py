@@ -72,7 +72,7 @@ def about_gain(curve: Curve, target_bytes: int, draft_parameters: int, found: Fi
     costs = "  ".join(f"{n}: {ratio:.2f}" for n, ratio in zip(curve.n, curve.ratio) if n > 1)
     found.lines.append(f"one token takes {curve.ms[0]:.1f} ms; a verification of n tokens, in decodes of one:  {costs}")
     wanted = "  ".join(f"{k}: {value:.2f}" for k, value in need.items())
-    found.lines.append(f"with a draft step of {draft_ms:.1f} ms, tokens per verify must exceed, by number drafted:  {wanted}")
+    found.lines.append(f"with a draft step of {draft_ms:.1f} ms, tokens per verify must exceed, by drafted:  {wanted}")
     best = max(need, key=lambda k: (k + 1) / need[k])
     if (best + 1) / need[best] <= 1:
         found.warnings.append("nothing can be won on this machine: even a draft that is always right would be slower")
