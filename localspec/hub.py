@@ -12,13 +12,15 @@ import contextlib
 import errno
 import importlib
 import re
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from localspec.errors import FetchError
+from localspec.fetch import Progress
 
 _PREFERRED = ("Q4_K_M", "Q8_0")
 _NEVER = ("mmproj", "imatrix")
@@ -27,6 +29,7 @@ _SIDECARS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LISTED = 12
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,11 @@ class Spec:
         return cls(repo, quant=choice or None)
 
 
-def resolve(spec: str, role: str, say: Callable[[str], None] = lambda line: None) -> Path:
+def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
     """The local path of the file that ``spec`` names, downloaded into the hub's cache if it is not there.
 
     ``role`` is ``target`` (``-hf``) or ``draft`` (``-hfd``, where the small drafts that lie beside a model count too).
-    ``say`` is given a line before a download; on a terminal huggingface-hub's own bar follows, with rate and time left.
+    ``progress`` is called, from this thread or another, while something is downloaded, and not where nothing is.
     Offline, or when the hub is out of reach, the cache alone decides.
 
     Raises:
@@ -70,9 +73,7 @@ def resolve(spec: str, role: str, say: Callable[[str], None] = lambda line: None
         names = hub.names()
         name = choose(names, wanted, role)
         what = f"{wanted.repo}/{name}"
-        if not hub.has(name):
-            say(f"fetching {what}{hub.size(name)} from {hub.endpoint}")
-        return hub.download(name)
+        return hub.download(name, progress)
     except hub.failures as error:
         problem = hub.diagnose(error, what)
         if problem.lasting:
@@ -170,8 +171,8 @@ class _Hub:
         self._constants: Any = importlib.import_module("huggingface_hub.constants")
         utils: Any = importlib.import_module("huggingface_hub.utils")
         utils.logging.set_verbosity_error()  # its hints are not about what the person asked for
-        if not sys.stderr.isatty() and self._constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-            utils.disable_progress_bars()
+        if self._constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+            utils.disable_progress_bars()  # the rate falls off their ends at 80 columns
         # Besides what fails on the way: ValueError, KeyError and TypeError come from an answer that is not the hub's,
         # RuntimeError from the hf-xet extension, which raises nothing more specific.
         kinds: list[type[Exception]] = [OSError, ValueError, KeyError, TypeError, RuntimeError]
@@ -190,6 +191,11 @@ class _Hub:
         return Path(self._constants.HF_HUB_CACHE)
 
     @property
+    def _folder(self) -> Path:
+        """Where the cache keeps this repository."""
+        return self.cache / f"models--{self._repo.replace('/', '--')}"
+
+    @property
     def endpoint(self) -> str:
         """The hub's address, without a password that somebody may have put in it."""
         return re.sub(r"//[^/@]*@", "//", str(self._constants.ENDPOINT))
@@ -205,18 +211,45 @@ class _Hub:
         """Whether the cache holds this file as it is on the main branch now. Call `names` first."""
         return isinstance(self._lib.try_to_load_from_cache(self._repo, name, revision=self._commit), str)
 
-    def size(self, name: str) -> str:
-        """Such as " (98 MB)", or nothing where the hub doesn't say. Call `names` first."""
-        n_bytes = self._sizes.get(name)
-        return f" ({n_bytes / 1e6:.{0 if n_bytes > 1e7 else 1}f} MB)" if n_bytes else ""
+    def download(self, name: str, progress: Progress | None) -> Path:
+        """Its path, once it is there. Call `names` first."""
+        if progress is None or self.has(name):
+            return self._download(name)
+        title, total = f"{self._repo}/{name} from {self.endpoint}", self._sizes.get(name) or 0
+        began, done = time.time(), threading.Event()
+        progress(title, 0, total)
 
-    def download(self, name: str) -> Path:
+        def watch() -> None:
+            while not done.wait(_POLL_S):
+                n_bytes = self._so_far(began)
+                progress(title, min(n_bytes, total) if total else n_bytes, total)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            return self._download(name)
+        finally:
+            done.set()
+            watcher.join()
+
+    def _download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download
         return Path(download(self._repo, name))
 
+    def _so_far(self, began: float) -> int:
+        """Bytes on disk of the file that is being downloaded: the unfinished one that was written to since `began`."""
+        n_bytes = 0
+        for path in (self._folder / "blobs").glob("*.incomplete"):
+            with contextlib.suppress(OSError):  # it may be renamed while we look
+                status = path.stat()
+                if status.st_mtime >= began - 1:
+                    # Blocks: the hub's Rust part may write at several places of a file that has its full length at once.
+                    n_bytes = max(n_bytes, min(status.st_size, 512 * getattr(status, "st_blocks", 1 << 60)))
+        return n_bytes
+
     def cached(self) -> dict[str, Path]:
         """Complete GGUF files in the cache, by name: those of the main branch first, then of other snapshots."""
-        folder = self.cache / f"models--{self._repo.replace('/', '--')}"
+        folder = self._folder
         try:
             main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
         except (OSError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -29,6 +30,7 @@ class FakeHub:
     """What the server serves and what it was asked. Change it while it runs.
 
     ``cut_after``: bytes of a file that go out before the connection is closed, ``cuts`` times.
+    ``hold_after``: bytes of a file that go out before the rest waits for ``go_on``.
     ``broken``: None, a status that every request gets, or "login-page".
     """
 
@@ -39,6 +41,8 @@ class FakeHub:
     broken: int | str | None = None
     cut_after: int = 0
     cuts: int = 0
+    hold_after: int | None = None
+    go_on: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -53,6 +57,7 @@ def running() -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.go_on.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -143,4 +148,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append("cut")
             body = body[: self.hub.cut_after]
             self.close_connection = True
-        self.wfile.write(body)
+        if may_cut and self.hub.hold_after is not None:
+            self.wfile.write(body[: self.hub.hold_after])
+            self.wfile.flush()
+            self.hub.go_on.wait()
+            body = body[self.hub.hold_after :]
+        with contextlib.suppress(OSError):  # the reader may have been interrupted while we held it
+            self.wfile.write(body)

