@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from localspec.cli.loading import say
+from localspec.cli.loading import fetched_default_model, say
 from localspec.convert.quantize import QUANTS, quantize, size_remark
 from localspec.errors import PairingError, UsageError
 
@@ -103,7 +103,6 @@ def _checkpoint(
 
 def _target_of(checkpoint: Path) -> Path:
     """The target that a checkpoint of ours names, or the default model where that is it."""
-    from localspec.default_model import default_model
     from localspec.gguf_file import GGUFFile
     from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig, TargetIdentity
 
@@ -114,7 +113,7 @@ def _target_of(checkpoint: Path) -> Path:
     for path in [Path(named)] if isinstance(named, str) and Path(named).is_file() else []:
         if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is None:
             return path
-    path = default_model()
+    path = fetched_default_model()
     if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is not None:
         raise PairingError(f"{checkpoint} was trained for {config.target.name}: give that model as --target FILE")
     return path
