@@ -183,7 +183,11 @@ def test_bytes_expected(states: str, least: int, most: int) -> None:
 @pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("p") / "prompts.jsonl"
-    lines = [{"source": f"s{i % 2}", "prompt": f"the cat sat {'on the mat ' * (i % 7)}{i}"} for i in range(60)]
+    lines: list[dict[str, object]] = [
+        {"source": f"s{i % 2}", "prompt": f"the cat sat {'on the mat ' * (i % 7)}{i}"} for i in range(60)
+    ]
+    said = {"from": "human", "value": "the cat sat 0"}, {"from": "gpt", "value": "yes"}
+    lines.append({"conversations": said})  # asked before, answered otherwise
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 

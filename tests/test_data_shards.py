@@ -175,3 +175,22 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(entries))
     with pytest.raises(DataError, match="is damaged"):
         Shards.open(tmp_path)
+
+
+def test_a_full_disk_loses_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path, manifest())
+    writer.add(sample(), "a#0")
+    writer.flush()
+    writer.add(sample(), "b#0")
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(DataError, match=r"shard-00001.* can't be written: No space left"):
+            writer.flush()
+    assert Shards.open(tmp_path).keys() == ["a#0"]
+    assert not list(tmp_path.glob("*.part"))
+    writer.flush()
+    assert Shards.open(tmp_path).keys() == ["a#0", "b#0"]

@@ -115,7 +115,7 @@ def data_cmd(
                 with bar("prompts", n_self) as advance:
                     given += self_made(session, folder, n_self, sampling.seed, stopped, lambda n: advance(""))
                 stopped.check()
-            groups = make_jobs(unique(given, "the prompts"), n_answers, sampling, greedy_first, writer.done)
+            groups = make_jobs(unique(given, "the prompts", whole=False), n_answers, sampling, greedy_first, writer.done)
             generator = Generator(session, max_tokens, teacher_k, thinking == "keep")
             expected = plan.plan(groups, Renderer(model), writer.manifest, max_tokens, n_tokens)
             plan.check_disk(folder, expected.n_bytes)

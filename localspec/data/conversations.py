@@ -70,11 +70,11 @@ def read_conversations(path: Path, raw: bool = False) -> list[Conversation]:
     return unique(found, str(path))
 
 
-def unique(conversations: Iterable[Conversation], where: str) -> list[Conversation]:
-    """The first of each. Raises UsageError where there is none."""
+def unique(conversations: Iterable[Conversation], where: str, whole: bool = True) -> list[Conversation]:
+    """The first of each; not `whole`: of each that asks the same. Raises UsageError where there is none."""
     kept: dict[str, Conversation] = {}
     for conversation in conversations:
-        kept.setdefault(conversation.key(whole=True), conversation)
+        kept.setdefault(conversation.key(whole), conversation)
     if not kept:
         raise UsageError(f"{where}: no prompts in it")
     return list(kept.values())

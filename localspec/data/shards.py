@@ -112,13 +112,17 @@ class Manifest:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a power cut."""
+    """Write a file that is there whole or not at all, also after a power cut. Raises DataError where it can't be."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DataError(f"{path} can't be written: {error.strerror or error}; what is there already is safe") from None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
