@@ -16,14 +16,17 @@ from localspec.train import need_torch
 
 need_torch()  # one line in place of an import's traceback
 
-from localspec.data.shards import Shards  # noqa: E402
+from localspec.data.shards import Manifest  # noqa: E402
 from localspec.taps import default_taps  # noqa: E402
 from localspec.train import checkpoint, loop, metrics, models, preflight  # noqa: E402
 from localspec.train.distributed import World  # noqa: E402
+from localspec.train.live import LiveSettings  # noqa: E402
 from localspec.train.settings import TrainSettings, check, from_dict  # noqa: E402
 from localspec.train.target_weights import TargetWeights  # noqa: E402
 
 DEFAULT_KIND = "eagle3"
+STATES = ("offline", "online", "hybrid")
+_LIVE = {f.name: f.default for f in dataclasses.fields(LiveSettings)}
 
 _LINE_EVERY = 10  # steps between lines where output is not a terminal
 
@@ -60,9 +63,19 @@ def _command(name: str) -> click.Command:
     kind = models.find(name)
     files: list[click.Parameter] = [
         click.Option(["-m", "--target"], required=True, metavar="FILE", help="The target (GGUF) that made the data."),
-        click.Option(["--data"], required=True, metavar="DIR", help="Shards of localspec data."),
+        click.Option(["--data"], metavar="DIR", help="Shards of localspec data."),
         click.Option(["-o", "--output"], required=True, metavar="DIR", help="Where the run goes, or goes on."),
         click.Option(["--eval-data"], metavar="DIR", help="Evaluate on these shards, not on prompts held out."),
+        click.Option(["--states"], type=click.Choice(STATES), default="offline", show_default=True,
+                     help="offline: all from --data. online: the target writes beside the trainer, nothing goes to disk. "
+                          "hybrid: it writes into --data, where later epochs read."),
+        click.Option(["-f", "--prompts"], multiple=True, metavar="FILE", help="What the target answers, online and hybrid."),
+        click.Option(["--answers"], type=click.IntRange(1), default=_LIVE["answers"], show_default=True,
+                     help="Answers to each of these prompts."),
+        click.Option(["--temp"], type=float, default=_LIVE["temperature"], show_default=True,
+                     help="Temperature of all answers but the first."),
+        click.Option(["--max-tokens"], type=click.IntRange(1), default=_LIVE["max_tokens"], show_default=True,
+                     help="Tokens of such an answer at most."),
         click.Option(["--init"], metavar="DIR", help="Start from a checkpoint's weights."),
         click.Option(["--preflight"], is_flag=True, help="Only say what must be reached to pay; said at the start, too."),
         click.Option(["--plot"], metavar="PNG", help="Draw the loss and the tokens per verify."),
@@ -108,6 +121,7 @@ def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int,
 
 def _train(name: str, values: dict[str, Any]) -> None:
 
+    live = _live({n: values.pop(n) for n in ("states", "prompts", "answers", "temp", "max_tokens")}, values["data"])
     picture, only_look = values.pop("plot"), values.pop("preflight")
     if picture is not None:
         metrics.need_plot()
@@ -117,12 +131,13 @@ def _train(name: str, values: dict[str, Any]) -> None:
     run = loop.Run(
         method=name,
         target=Path(paths["target"]),
-        data=Path(paths["data"]),
+        data=Path(paths["data"]) if paths["data"] else None,
         out=Path(paths["output"]),
         settings=from_dict(TrainSettings, {k: v for k, v in values.items() if k not in own}, "train"),
         model_settings=from_dict(cls, {k: v for k, v in values.items() if k in own}, name),
         start_from=_checkpoint(paths["init"]),
         eval_data=Path(paths["eval_data"]) if paths["eval_data"] else None,
+        live=live,
     )
     check(run.settings)
     check(run.model_settings)
@@ -130,7 +145,8 @@ def _train(name: str, values: dict[str, Any]) -> None:
         raise UsageError(f"{run.out} is not a directory: give another -o")
     if World.is_first() and (only_look or checkpoint.settled(run.out / "last") is None):
         opened = TargetWeights(run.target)
-        taps = tuple(Shards.open(run.data, opened.identity).manifest.taps)
+        ready = run.data is not None and live is None
+        taps = tuple(Manifest.load(run.data).taps) if ready and run.data else default_taps(opened.identity.n_layer)
         _preflight(models.find(name), run.model_settings, opened, taps, run.out)
     if only_look:
         return
@@ -141,6 +157,24 @@ def _train(name: str, values: dict[str, Any]) -> None:
     if picture is not None:
         metrics.plot(run.out, Path(picture))
         say(f"{picture} drawn")
+
+
+def _live(values: dict[str, Any], data: str | None) -> LiveSettings | None:
+    """How the target writes meanwhile; None where all data is there."""
+    states, prompts = values["states"], values["prompts"]
+    if states == "offline":
+        if prompts:
+            raise UsageError("--prompts is for --states online and hybrid; localspec data makes shards of them beforehand")
+        if data is None:
+            raise UsageError("give --data, or --states online with --prompts")
+        return None
+    if not prompts:
+        raise UsageError(f"--states {states}: give the --prompts that the target shall answer")
+    if (data is None) != (states == "online"):
+        raise UsageError("--states online writes nothing: leave --data out" if data else "--states hybrid needs --data")
+    return LiveSettings(
+        tuple(map(Path, prompts)), answers=values["answers"], temperature=values["temp"], max_tokens=values["max_tokens"]
+    )
 
 
 def _checkpoint(folder: str | None) -> Path | None:

@@ -12,18 +12,24 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localspec.data.shards import Sample, Shards
+from localspec.data.shards import Sample
 from localspec.errors import TrainError
 
 T = TypeVar("T")
 Made = TypeVar("Made")
+
+
+class Keyed(Protocol):
+    """Samples with keys."""
+
+    def keys(self) -> list[str]: ...
 
 
 @dataclass
@@ -86,7 +92,7 @@ def collate(samples: Sequence[Sample], max_len: int, scale: npt.NDArray[np.float
 # -- which, and in which order --------------------------------------------------------------------------------------------
 
 
-def split(shards: Shards, held_out: float) -> tuple[list[int], list[int]]:
+def split(shards: Keyed, held_out: float) -> tuple[list[int], list[int]]:
     """(samples to train on, samples to evaluate on), by a hash of each one's prompt. Raises TrainError where nothing is
     left to train on."""
     training: list[int] = []

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from localspec.data.shards import Shards
 from localspec.train.batches import Batch
+from localspec.train.live import Memory
 from localspec.train.models import Rollout, Speculator
 
 
@@ -99,7 +100,7 @@ class Report:
         }
 
 
-def choose(shards: Shards, samples: list[int], n_tokens: int) -> list[int]:
+def choose(shards: Shards | Memory, samples: list[int], n_tokens: int) -> list[int]:
     """Samples for an evaluation of some `n_tokens`: from each source in turn, in the order they were made."""
     lengths, sources = shards.lengths(), shards.sources()
     waiting: dict[str, list[int]] = {}

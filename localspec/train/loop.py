@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from localspec.errors import TrainError
 from localspec.train import batches, checkpoint, evaluate, models, optim, vocab
 from localspec.train.batches import Batch
 from localspec.train.distributed import World
+from localspec.train.feed import Feed
+from localspec.train.live import LiveSettings, Memory
 from localspec.train.metrics import Metrics
 from localspec.train.settings import TrainSettings, check
 from localspec.train.target_weights import TargetWeights
@@ -32,16 +33,18 @@ _FIRST = 4  # a text's first tokens are far out (attention sinks): they say noth
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, on what, and where to. `start_from`: a checkpoint whose weights are taken first."""
+    """What is trained, on what, and where to. `start_from`: a checkpoint whose weights are taken first. `live`: the target
+    writes meanwhile, into `data`, or nowhere if that is None."""
 
     method: str
     target: Path
-    data: Path
+    data: Path | None
     out: Path
     settings: TrainSettings
     model_settings: Any
     start_from: Path | None = None
     eval_data: Path | None = None
+    live: LiveSettings | None = None
 
 
 def train(run: Run, say: Callable[[str], None], show: Callable[[dict[str, Any]], None]) -> evaluate.Report:
@@ -75,43 +78,30 @@ class _Trainer:
         self.dtype = _dtype(run.settings.dtype, self.device)
         self.metrics: Metrics | None = None
         self.target = TargetWeights(run.target)
-        self.shards = Shards.open(run.data, self.target.identity)
         self.kind = models.find(run.method)
-        if self.kind.NEEDS_TAPS and not self.shards.manifest.taps:
-            raise TrainError(f"{run.data} has no hidden states (--states none), and {run.method} reads them: make it again")
-        self.training, held_out = batches.split(self.shards, self.settings.held_out)
-        self.lengths = self.shards.lengths()
-        self._choose_evaluation(held_out)
-        self.plan = partial(
-            batches.plan, self.lengths, self.training, self.settings.batch_tokens, self.settings.max_len, self.settings.seed
-        )
-        self._make_model()
-        self.optimizers = optim.make(self.model, self.model.matrices(), self.settings)
-        self.step = self.epoch = self.at = self.n_tokens = 0
-        self.best = -math.inf
-        self.best_report: dict[str, Any] | None = None
-        self.total = self._total()
-        self._resume()
-        self._introduce()
-        if world.first:
-            self.metrics = Metrics(run.out, self.step)
-
-    def _choose_evaluation(self, held_out: list[int]) -> None:
-        self.eval_shards = self.shards
-        if self.setup.eval_data is not None:
-            self.eval_shards = Shards.open(self.setup.eval_data, self.target.identity)
-            if self.eval_shards.manifest.taps != self.shards.manifest.taps:
-                raise TrainError(f"{self.setup.eval_data} has the taps {self.eval_shards.manifest.taps}, the data has "
-                                 f"{self.shards.manifest.taps}: make both with the same --taps")  # fmt: skip
-            held_out = list(range(len(self.eval_shards)))
-        if not held_out:
-            raise TrainError("no prompt is held out for evaluation: more data, a larger --held-out, or --eval-data")
-        self.evaluated = evaluate.choose(self.eval_shards, held_out, self.settings.eval_tokens)
+        self.feed = Feed(self.target, run.data, run.eval_data, run.live, self.settings, world)
+        try:
+            if self.kind.NEEDS_TAPS and not self.feed.shards.manifest.taps:
+                raise TrainError(f"{run.data} has no hidden states (--states none), which {run.method} reads: make it again")
+            self._make_model()
+            self.optimizers = optim.make(self.model, self.model.matrices(), self.settings)
+            self.step = self.epoch = self.at = self.n_tokens = 0
+            self.best = -math.inf
+            self.best_report: dict[str, Any] | None = None
+            self.total = self._total()
+            self._resume()
+            self._introduce()
+            if world.first:
+                self.metrics = Metrics(run.out, self.step)
+        except BaseException:
+            self.feed.close()
+            raise
 
     def _make_model(self) -> None:
-        counts = vocab.expected_counts(self.shards, self.training, self.target.identity.n_vocab)
-        rms = tap_rms(self.shards, self.training) if self.kind.NEEDS_TAPS else np.ones(0, np.float32)
-        facts = models.DataFacts(tuple(self.shards.manifest.taps), rms, counts)
+        feed = self.feed
+        counts = vocab.expected_counts(feed.shards, feed.training, self.target.identity.n_vocab)
+        rms = tap_rms(feed.shards, feed.training) if self.kind.NEEDS_TAPS else np.ones(0, np.float32)
+        facts = models.DataFacts(tuple(feed.shards.manifest.taps), rms, counts)
         self.model: Any = self.kind.new(self.setup.model_settings, self.target, facts, self.settings.seed)
         if self.setup.start_from is not None:
             self.model.take(checkpoint.load_weights(self.setup.start_from))
@@ -122,11 +112,12 @@ class _Trainer:
             self.say(line)
         ids = self.model.vocabulary()
         covered = []
-        for shards, samples in ((self.shards, self.training), (self.eval_shards, self.evaluated)):
+        feed = self.feed
+        for shards, samples in ((feed.shards, feed.training), (feed.eval_shards, feed.evaluated)):
             said = vocab.token_counts(shards, samples, self.target.identity.n_vocab)
             covered.append(vocab.coverage(said, ids))
         more = " (aim above 97%: more data, or a larger --draft-vocab)" if covered[1] < 0.97 else ""
-        self.say(f"training on {len(self.training)} samples, evaluating on {len(self.evaluated)} others")
+        self.say(f"training on {len(feed.training)} samples, evaluating on {len(feed.evaluated)} others")
         self.say(f"the draft can say {covered[0]:.1%} and {covered[1]:.1%} of their tokens{more}")
 
     def _resolved(self) -> dict[str, Any]:
@@ -157,9 +148,10 @@ class _Trainer:
         self.step, self.epoch, self.at, self.n_tokens = (state[n] for n in ("step", "epoch", "at", "n_tokens"))
         self.best, self.best_report = state["best"], state["best_report"]
         grown = ""
-        if state["n_samples"] != len(self.shards):
+        if state["n_samples"] != len(self.feed.shards):
             self.epoch, self.at = self.epoch + bool(self.at), 0
-            grown = f"; the data has changed ({state['n_samples']} samples then, {len(self.shards)} now): a new epoch begins"
+            counted = f"{state['n_samples']} samples then, {len(self.feed.shards)} now"
+            grown = f"; the data has changed ({counted}): a new epoch begins"
         self.total = self._total()
         self.say(f"going on after step {self.step}{grown}")
 
@@ -169,7 +161,7 @@ class _Trainer:
             return self.settings.steps
         left = -float(self.at)  # batches; epochs differ a little, by how samples fit together
         for epoch in range(self.epoch, math.ceil(self.settings.epochs)):
-            left += min(1.0, self.settings.epochs - epoch) * len(self.plan(epoch))
+            left += min(1.0, self.settings.epochs - epoch) * len(self.feed.plan(epoch))
         return self.step + math.ceil(max(0.0, left) / (self.settings.accumulate * self.world.size))
 
     def _save(self, provenance: dict[str, Any]) -> None:
@@ -180,14 +172,14 @@ class _Trainer:
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step": self.step, "epoch": self.epoch, "at": self.at, "n_tokens": self.n_tokens,
-            "n_samples": len(self.shards), "best": self.best, "best_report": self.best_report,
+            "n_samples": len(self.feed.shards), "best": self.best, "best_report": self.best_report,
         }  # fmt: skip
         checkpoint.save(self.setup.out / "last", self.model, provenance, state)
 
     def _provenance(self, report: dict[str, Any] | None) -> dict[str, Any]:
         return {
-            "steps": self.step, "tokens_seen": self.n_tokens, "data_tokens": self.shards.manifest.n_tokens,
-            "data_samples": len(self.training), "optimizer": self.settings.optimizer, "lr": self.settings.peak_lr,
+            "steps": self.step, "tokens_seen": self.n_tokens, "data_tokens": int(self.feed.lengths.sum()),
+            "data_samples": len(self.feed.training), "optimizer": self.settings.optimizer, "lr": self.settings.peak_lr,
             "evaluation": report,
         }  # fmt: skip
 
@@ -220,7 +212,7 @@ class _Trainer:
         def places() -> Iterator[tuple[list[int], int, int]]:
             n, epoch, at = 0, self.epoch, self.at
             while True:
-                for i, chosen in enumerate(self.plan(epoch)):
+                for i, chosen in enumerate(self.feed.plan(epoch)):
                     if i < at:
                         continue
                     if n % self.world.size == self.world.rank:
@@ -230,7 +222,7 @@ class _Trainer:
 
         def make(place: tuple[list[int], int, int]) -> tuple[Batch, int, int]:
             chosen, epoch, at = place
-            samples = [self.shards.sample(i) for i in chosen]
+            samples = [self.feed.shards.sample(i) for i in chosen]
             return self.model.batch(samples, self.settings.max_len, self.dtype), epoch, at
 
         return batches.ahead(places(), make)
@@ -269,7 +261,7 @@ class _Trainer:
             optimizer.step()
         self.step += 1
         self.epoch, self.at = self._last_place(epoch, at)
-        if self.at == len(self.plan(self.epoch)):
+        if self.at == len(self.feed.plan(self.epoch)):
             self.epoch, self.at = self.epoch + 1, 0
         self.n_tokens += int(sums[2])
         losses, rows, right = (sums[4 + i * depth : 4 + (i + 1) * depth] for i in range(3))
@@ -311,23 +303,24 @@ class _Trainer:
         return shared
 
     def _held_out(self) -> Iterator[Batch]:
-        lengths = self.eval_shards.lengths()
-        order = sorted(self.evaluated)
+        shards = self.feed.eval_shards
+        lengths, order = shards.lengths(), sorted(self.feed.evaluated)
         while order:
             chosen: list[int] = []
             room = self.settings.batch_tokens
             while order and (not chosen or lengths[order[0]] <= room):
                 chosen.append(order.pop(0))
                 room -= int(lengths[chosen[-1]])
-            samples = [self.eval_shards.sample(i) for i in chosen]
+            samples = [shards.sample(i) for i in chosen]
             yield self.model.batch(samples, self.settings.max_len, self.dtype).to(self.device)
 
     def close(self) -> None:
+        self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
 
 
-def tap_rms(shards: Shards, samples: list[int]) -> Any:
+def tap_rms(shards: Shards | Memory, samples: list[int]) -> Any:
     """f32[T * H]: the root mean square of each dimension of the taps, over the first samples' tokens without
     those that each begins with."""
     total, n = None, 0

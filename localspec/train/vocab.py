@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.data.shards import Shards
+from localspec.train.live import Memory
 
 
-def token_counts(shards: Shards, samples: Iterable[int], n_vocab: int) -> npt.NDArray[np.int64]:
+def token_counts(shards: Shards | Memory, samples: Iterable[int], n_vocab: int) -> npt.NDArray[np.int64]:
     """i64[n_vocab]: how often the assistant said each token in these samples."""
     counts = np.zeros(n_vocab, np.int64)
     for i in samples:
@@ -19,7 +20,7 @@ def token_counts(shards: Shards, samples: Iterable[int], n_vocab: int) -> npt.ND
     return counts
 
 
-def expected_counts(shards: Shards, samples: Iterable[int], n_vocab: int) -> npt.NDArray[np.float64]:
+def expected_counts(shards: Shards | Memory, samples: Iterable[int], n_vocab: int) -> npt.NDArray[np.float64]:
     """f64[n_vocab]: how often each token was said, and how often the target would say it by what it thought at each place:
     the same counts with less noise. On 228,000 tokens it covers half a point more of unseen text (docs/LOG.md)."""
     counts = np.zeros(n_vocab)
