@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from localspec.data import states as codec
-from localspec.data.shards import Manifest, Sample, Shards, ShardWriter
+from localspec.data.shards import Manifest, Sample, Shards
+from localspec.data.writer import ShardWriter
 from localspec.errors import DataError, PairingError
 from localspec.speculator import TargetIdentity
 

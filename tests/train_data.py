@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from localspec.data.shards import Manifest, Sample, ShardWriter
+from localspec.data.shards import Manifest, Sample
+from localspec.data.writer import ShardWriter
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import TargetIdentity
 from tests import gguf_maker

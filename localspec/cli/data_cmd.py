@@ -24,8 +24,9 @@ from localspec.data.extract import extract
 from localspec.data.generate import Generator, make_jobs, measure_rate
 from localspec.data.mask import Renderer
 from localspec.data.selfmade import self_made
-from localspec.data.shards import SHARD_TOKENS, Manifest, Sample, ShardWriter
+from localspec.data.shards import Manifest, Sample
 from localspec.data.states import PRECISIONS
+from localspec.data.writer import SHARD_TOKENS, ShardWriter
 from localspec.errors import DataError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import TargetIdentity
@@ -121,7 +122,10 @@ def data_cmd(
             plan.check_disk(folder, expected.n_bytes)
             if expected.n_tokens:
                 _say_plan(expected, measure_rate(session), parallel)
-                _keep(_limited(generator.run(groups, stopped), writer, n_tokens), writer, expected, _note(generator))
+                samples = _limited(generator.run(groups, stopped), writer, n_tokens)
+                progress = generator.progress
+                _keep(samples, writer, expected, lambda n: progress.n_written / expected.n_answered,
+                      lambda: f"{progress.rate:.0f} tok/s")  # fmt: skip
             if generator.progress.n_skipped:
                 say(f"{generator.progress.n_skipped} prompts left out: too long for the context, or nothing in the answer "
                     "counts")  # fmt: skip
@@ -161,7 +165,8 @@ def extract_cmd(
             n_tokens = sum(len(m.content) for c in left for m in c.messages) // 4
             expected = plan.Plan(len(left), n_tokens, n_tokens, round(plan.bytes_of(writer.manifest, n_tokens, n_tokens)))
             plan.check_disk(writer.folder, expected.n_bytes)
-            _keep(extract(session, left, done, teacher_k, thinking == "keep", stopped), writer, expected, lambda: "")
+            samples = extract(session, left, done, teacher_k, thinking == "keep", stopped)
+            _keep(samples, writer, expected, lambda n: n / len(left), lambda: "read")
         finally:
             session.close()
             model.close()
@@ -216,10 +221,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(1, minutes)} min"
 
 
-def _note(generator: Generator) -> Callable[[], str]:
-    return lambda: f"{generator.progress.rate:.0f} tok/s"
-
-
 def _limited(samples: Iterable[tuple[Sample, str]], writer: ShardWriter, n_tokens: int) -> Iterable[tuple[Sample, str]]:
     """Samples until there are `n_tokens` tokens in all; 0: all samples."""
     for sample, key in samples:
@@ -229,16 +230,15 @@ def _limited(samples: Iterable[tuple[Sample, str]], writer: ShardWriter, n_token
 
 
 def _keep(
-    samples: Iterable[tuple[Sample, str]], writer: ShardWriter, expected: plan.Plan, note: Callable[[], str]
-) -> None:
-    """Write the samples as they come, saying how far it is."""
+    samples: Iterable[tuple[Sample, str]], writer: ShardWriter, expected: plan.Plan, share: Callable[[int], float],
+    note: Callable[[], str],
+) -> None:  # fmt: skip
+    """Write the samples as they come, saying how far it is: `share` of all that is expected, after n samples."""
     began = said = flushed = time.monotonic()
     n_shards = len(writer.manifest.shards)
-    n_tokens = 0
     with bar("answers", expected.n_answers) as advance:
         for n, (sample, key) in enumerate(samples, 1):
             writer.add(sample, key)
-            n_tokens += len(sample.tokens)
             advance(note())
             now = time.monotonic()
             if now - flushed > _FLUSHED_EVERY:
@@ -248,9 +248,9 @@ def _keep(
                 _check_room(writer)
             if now - said > _SAID_EVERY and not sys.stderr.isatty():
                 said = now
-                left = (now - began) * max(0.0, expected.n_tokens / max(1, n_tokens) - 1)
+                left = (now - began) * max(0.0, 1 / share(n) - 1)
                 say(f"{n}/{expected.n_answers} answers, {writer.manifest.n_tokens + writer.n_pending:,} tokens in all, "
-                    f"{note()}, {_duration(left)} left")  # fmt: skip
+                    f"{note()}, about {_duration(left)} left")  # fmt: skip
     writer.flush()
 
 
