@@ -30,8 +30,8 @@ def show_stats(folder: Path, target: Path | None) -> None:
          f"({100 * found.n_masked / found.n_tokens:.1f} %)")  # fmt: skip
     least, low, median, high, most = found.quantiles
     echo(f"lengths:    {least} to {most}, half of them between {low} and {high}, median {median}")
-    echo(f"vocabulary: {found.n_distinct:,} different tokens said; the commonest "
-         + ", ".join(f"{size:,} cover {100 * share:.2f} %" for size, share in found.coverage.items()))  # fmt: skip
+    told = [f"{size:,} cover {100 * share:.2f} %" for size, share in found.coverage.items() if size < found.n_distinct]
+    echo(f"vocabulary: {found.n_distinct:,} different tokens said{'; the commonest ' if told else ''}{', '.join(told)}")
     for name, source in found.sources.items():
         echo(f"  {name}: {source.n_samples:,} samples, {source.n_tokens:,} tokens, {source.n_masked:,} masked")
     _show_sample(shards, target)
