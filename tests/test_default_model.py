@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from localspec import fetch as fetch_module
+from localspec.cli.chat_cmd import _history_file
 from localspec.default_model import DEFAULT_MODEL, default_model
 from localspec.errors import FetchError
 from localspec.fetch import PackagedFile, Part, fetch
@@ -195,6 +197,22 @@ def test_a_cache_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         default_model()
 
 
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing may land in a folder that is called ~."""
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "LOCALSPEC_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FetchError, match="no home folder; set LOCALSPEC_CACHE"):
+        default_model()
+    assert _history_file() is None
+    assert "no home folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FetchError, match="set LOCALSPEC_CACHE to a folder that can be written to"):
@@ -303,6 +321,18 @@ def _start(folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_waiting_for_another_process_is_told(index: FakeIndex, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SHOWN, str(tmp_path)]
+    with (tmp_path / ".model.gguf.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+    _, rest = waiting.communicate(timeout=60)
+    assert line == "localspec: fetching the model: another process does, waiting for it (3.0 MB)\n"
+    assert (waiting.returncode, rest, _left_in(tmp_path)) == (0, "", {"model.gguf"})
 
 
 def test_two_processes_at_once(index: FakeIndex, tmp_path: Path) -> None:

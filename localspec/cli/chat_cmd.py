@@ -109,7 +109,13 @@ def _history_file() -> Path | None:
     """Where typed lines are kept, or None (said once) where nothing can be written."""
     from platformdirs import user_state_path
 
-    folder = user_state_path("localspec", appauthor=False)
+    try:
+        folder = user_state_path("localspec", appauthor=False)
+    except RuntimeError:
+        folder = Path("~")
+    if not folder.is_absolute():  # older platformdirs return "~/..." where newer ones raise
+        say("what you type is not kept for next time: this user has no home folder")
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "chat_history"
