@@ -67,5 +67,28 @@ def _reference(logits: F32, k: int, ids: I32, below: F32, largest: F32, log_sum:
         ids[i] = np.where(there, order, 0)
         below[i] = np.where(there, numbers[order] - top, -np.inf)
         largest[i] = top
-        weights = twin.exp(numbers.astype(np.float64) - float(top))
-        log_sum[i] = twin.log(np.array([twin.lane_sum(weights)]))[0]
+        log_sum[i] = twin.log(np.array([_sum_exp(numbers - top)]))[0]
+
+
+_EXP_TERMS = [np.float32(1.0 / f) for f in (5040, 720, 120, 24, 6, 2, 1, 1)]
+_SHIFT = np.float32(1.5 * 2**23)
+
+
+def _sum_exp(x: F32) -> float:
+    """The sum of e^x, x <= 0, in single precision and in the vector code's order: 16 running sums, then pairwise."""
+    x = np.where(x >= np.float32(-87), x, np.float32(-np.inf))
+    inside = x > -np.inf
+    x = np.where(inside, x, np.float32(0))
+    shifted = x * np.float32(float.fromhex("0x1.715476p+0")) + _SHIFT
+    n = shifted - _SHIFT
+    r = (x - n * np.float32(float.fromhex("0x1.62e4p-1"))) - n * np.float32(float.fromhex("0x1.7f7d1cp-20"))
+    p = np.full_like(r, _EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        p = p * r + term
+    scale = ((shifted.view(np.int32) + np.int32(127)) << 23).view(np.float32)
+    lanes = np.zeros((-(-len(x) // 16), 16), np.float32)
+    lanes.reshape(-1)[: len(x)] = np.where(inside, p * scale, np.float32(0))
+    sums = np.cumsum(lanes, axis=0, dtype=np.float32)[-1].astype(np.float64)
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return float(sums[0])

@@ -219,7 +219,7 @@ bool top_row(const float * row, int64_t n_vocab, int64_t k, const Tops & out, in
         out.logits[r * k + i] = i < n ? ranked[i].logit - top : -std::numeric_limits<float>::infinity();
     }
     out.largest[r] = top;
-    out.log_sum[r] = static_cast<float>(kernels().log(kernels().weights(row, n_vocab, top, 1.0, nullptr)));
+    out.log_sum[r] = static_cast<float>(kernels().log(kernels().sum_exp(row, n_vocab, top)));
     return true;
 }
 
@@ -285,7 +285,7 @@ int64_t verify(const Input & in, const Drafted & drafted, const Verdicts & out) 
 }
 
 int64_t top_k(const float * logits, int64_t n_rows, int64_t n_vocab, int64_t k, const Tops & out) {
-    const bool gain = 12.0 * static_cast<double>(n_vocab) * static_cast<double>(n_rows) >= kGain;
+    const bool gain = 4.0 * static_cast<double>(n_vocab) * static_cast<double>(n_rows) >= kGain;
     return run_all(n_rows, gain,
                    [&](int64_t r) { return top_row(logits + r * n_vocab, n_vocab, k, out, r) ? kDone : r; });
 }

@@ -17,6 +17,10 @@ struct Kernels {
     // goes to running sum i mod 8; the eight are added pairwise at the end.
     double (*weights)(const float * x, int64_t n, double top, double inverse, double * w);
 
+    // The sum of exp(x - top) over n logits in single precision, in lane order: element i goes to running sum i mod 16; the
+    // sixteen are added pairwise at the end, in double precision. Good to about 1e-5.
+    double (*sum_exp)(const float * x, int64_t n, float top);
+
     double (*log)(double x);  // natural logarithm of a normal positive number
 
     // Index of the first largest w[i] / E(key, ids[i]), ids null: ids[i] = i. E: see random.h.
