@@ -40,4 +40,4 @@ class DataError(LocalspecError):
 
 
 class TrainError(LocalspecError):
-    """Training that can't start or go on: a setting out of range, a loss that is not finite, a checkpoint that doesn't fit."""
+    """Training that can't start or go on: a setting out of range, a loss that is not finite, a checkpoint that misfits."""
