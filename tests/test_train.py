@@ -20,6 +20,8 @@ import localspec.train  # noqa: F401 (before torch: it sets how OpenMP waits)
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install localspec[train]")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from localspec.data.shards import Shards  # noqa: E402
 from localspec.errors import DataError, PairingError, TrainError  # noqa: E402
 from localspec.speculator import SpeculatorConfig  # noqa: E402
@@ -348,10 +350,27 @@ def test_tensors_have_the_names_and_shapes_of_speculators(trained: Path) -> None
     assert set(range(100, 140)) <= set(said.tolist())
 
 
-def test_the_speculators_package_loads_a_checkpoint(trained: Path) -> None:
+def hugging_face_target(folder: Path, target: TargetWeights) -> Path:
+    """What vLLM's speculators reads of a target: its config and three tensors."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": target.embedding(torch.float32), "lm_head.weight": target.head(),
+               "model.norm.weight": target.output_norm()}  # fmt: skip
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_speculators_package_loads_a_checkpoint(place: Path, trained: Path, tmp_path: Path) -> None:
     speculators = pytest.importorskip("speculators", reason="vLLM's speculators is not installed: pip install speculators")
-    model = speculators.SpeculatorModel.from_pretrained(str(trained / "best"))
-    ours = checkpoint.load_weights(trained / "best")
+    verifier = hugging_face_target(tmp_path / "target", TargetWeights(place / "target.gguf"))
+    named, _ = taken(place, trained / "best", replace(OWN, verifier=str(verifier)))
+    checkpoint.save(tmp_path / "draft", named, {}, None)
+    model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "draft"))
+    ours = checkpoint.load_weights(tmp_path / "draft")
     theirs = model.state_dict()
     for name, tensor in ours.items():
         assert torch.equal(theirs[name].to(tensor.dtype), tensor), name

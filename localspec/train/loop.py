@@ -26,7 +26,7 @@ from localspec.train.target_weights import TargetWeights
 
 RUN = "run.json"
 #: Settings that may change when a run goes on; any other would make the curve another one.
-FREE = ("epochs", "steps", "eval_every", "eval_tokens", "save_every", "threads", "device", "decay")
+FREE = ("epochs", "steps", "eval_every", "eval_tokens", "save_every", "threads", "device", "decay", "verifier")
 _RMS_TOKENS = 16384
 _FIRST = 4  # a text's first tokens are far out (attention sinks): they say nothing about the scale of the others
 

@@ -52,6 +52,7 @@ class Settings:
     window: int = setting(1024, "Positions that its attention sees; 0: all.", at_least=0)
     chains: str = setting("kept", "kept: only chains right so far go on a step; all: every chain.", ("kept", "all"))
     step_decay: float = setting(1.0, "Weight of each step's loss against the step before.", at_least=0)
+    verifier: str = setting("", "The target's name on the Hugging Face Hub, or a directory: vLLM takes its embedding.")
     train_head: bool = setting(True, "Train the head; without, the target's own stays.")
 
 
@@ -312,7 +313,7 @@ class Model(nn.Module):
         if self.shape.draft_vocab:
             tensors["d2t"] = self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)
             tensors["t2d"] = self.draft_of >= 0
-        return {n: t.cpu().contiguous() for n, t in tensors.items()}, speculators_config(self.shape)
+        return {n: t.cpu().contiguous() for n, t in tensors.items()}, speculators_config(self.shape, self.settings.verifier)
 
 
 def _positions(batch: Batch) -> npt.NDArray[np.int64]:
@@ -327,9 +328,9 @@ def _chain_starts(batch: Batch) -> npt.NDArray[np.int64]:
     return starts[(starts >= 0) & (starts >= first[starts + 2])]
 
 
-def speculators_config(shape: SpeculatorConfig) -> dict[str, Any]:
-    """config.json of an EAGLE-3 draft as vLLM's speculators (0.9) reads it. The target has no Hugging Face name here: a GGUF
-    doesn't say where it comes from."""
+def speculators_config(shape: SpeculatorConfig, verifier: str = "") -> dict[str, Any]:
+    """config.json of an EAGLE-3 draft as vLLM's speculators (0.9) reads it. That package loads a draft only together with
+    its target's Hugging Face files, the `verifier`; a GGUF doesn't say where those are."""
     layer: dict[str, Any] = {
         "model_type": "llama", "vocab_size": shape.target.n_vocab, "hidden_size": shape.n_embd,
         "intermediate_size": shape.n_ff, "num_hidden_layers": 1, "num_attention_heads": shape.n_head,
@@ -348,7 +349,7 @@ def speculators_config(shape: SpeculatorConfig) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.depth}],
-            "verifier": {"name_or_path": None, "architectures": []},
+            "verifier": {"name_or_path": verifier or None, "architectures": []},
         },
     }  # fmt: skip
 
