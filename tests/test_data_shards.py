@@ -168,6 +168,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"shard-00000\.safetensors is damaged"):
         Shards.open(tmp_path).sample(0)
+    path.write_bytes(whole)
+    said = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(said.replace('"n_embd": 48', '"n_embd": 64'))
+    with pytest.raises(DataError, match=r"its states are not \[3, 64\] each"):
+        Shards.open(tmp_path).sample(0)
+    (tmp_path / "manifest.json").write_text(said)
     path.unlink()
     with pytest.raises(DataError, match="No such file"):
         Shards.open(tmp_path).sample(0)

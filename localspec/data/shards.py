@@ -218,6 +218,10 @@ class _Shard:
             self.teacher_starts = masked[self.starts]
             if not len(self.sources) == len(self.keys) == len(self.starts) - 1 or self.starts[-1] != len(mask):
                 raise ValueError("its parts don't fit together")
+            whole = self.arrays.get({"f16": "taps.half", "none": ""}.get(manifest.states, "taps.whole"))
+            shape = (len(manifest.taps), int(manifest.target["n_embd"]))
+            if manifest.states != "none" and (whole is None or whole.shape[1:] != shape):
+                raise ValueError(f"its states are not {list(shape)} each")
         except (KeyError, ValueError, IndexError) as error:
             raise DataError(f"{path} is damaged ({error}): make the data again") from None
 
