@@ -15,7 +15,7 @@ from localspec.data import hf, selfmade
 from localspec.data.conversations import Conversation, Message, read_conversations
 from localspec.data.mask import Renderer, render
 from localspec.data.selfmade import Known, invent, opening, self_made
-from localspec.errors import FetchError, UsageError
+from localspec.errors import DataError, FetchError, UsageError
 from localspec.model import Model
 from localspec.target import SessionSettings, TargetSession
 from tests import fake_hub, gguf_maker
@@ -271,6 +271,10 @@ def test_invented_prompts_are_kept_and_gone_on_with(
         assert len(asked) == n
         assert self_made(session, tmp_path, 6, 0, lambda: False)[:4] == first
         assert asked[n] == asked[n - 1] + 1
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "prompts-self.jsonl").write_text("half a li")
+        with pytest.raises(DataError, match=r"prompts-self\.jsonl can't be read"):
+            self_made(session, tmp_path / "other", 6, 0, lambda: False)
         monkeypatch.setattr(selfmade, "invent", lambda *_: ((n, "What is it?") for n in count(100)))
         with pytest.raises(UsageError, match="repeats itself after 7 prompts"):
             self_made(session, tmp_path, 20, 0, lambda: False)

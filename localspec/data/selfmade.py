@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from localspec.accept import Sampling, draw
 from localspec.data.conversations import Conversation, read_conversations
 from localspec.data.shards import write_whole
-from localspec.errors import UsageError
+from localspec.errors import DataError, UsageError
 from localspec.target import TargetSession
 from localspec.template import ChatTemplate
 
@@ -113,7 +114,7 @@ def self_made(
     as it grows. Raises UsageError for a base model, and where the model only repeats itself."""
     path = folder / FILE
     folder.mkdir(parents=True, exist_ok=True)
-    entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    entries = _load(path)
     known = Known(entry["prompt"] for entry in entries)
     if len(entries) < n:
         specials = re.compile("<\\|[a-z_]+\\|>|\ufffd")
@@ -138,5 +139,15 @@ def self_made(
     return read_conversations(path)[:n] if entries else []
 
 
-def _save(path: Path, entries: list[dict[str, object]]) -> None:
+def _load(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        return [{"source": SOURCE, "prompt": str(e["prompt"]), "number": int(e["number"])} for e in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} can't be read ({error}): delete it, and the prompts are invented again") from None
+
+
+def _save(path: Path, entries: list[dict[str, Any]]) -> None:
     write_whole(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode())
