@@ -367,9 +367,11 @@ def hugging_face_target(folder: Path, target: TargetWeights) -> Path:
 def test_the_speculators_package_loads_a_checkpoint(place: Path, trained: Path, tmp_path: Path) -> None:
     speculators = pytest.importorskip("speculators", reason="vLLM's speculators is not installed: pip install speculators")
     verifier = hugging_face_target(tmp_path / "target", TargetWeights(place / "target.gguf"))
-    named, _ = taken(place, trained / "best", replace(OWN, verifier=str(verifier)))
+    named, samples = taken(place, trained / "best", replace(OWN, verifier=str(verifier)))
     checkpoint.save(tmp_path / "draft", named, {}, None)
-    model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "draft"))
+    config = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path / "draft"))
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "draft"), config=config).float().eval()
     ours = checkpoint.load_weights(tmp_path / "draft")
     theirs = model.state_dict()
     for name, tensor in ours.items():
@@ -377,6 +379,20 @@ def test_the_speculators_package_loads_a_checkpoint(place: Path, trained: Path, 
     assert model.config.eagle_aux_hidden_state_layer_ids == [0, 1, 2]
     loaded = set(ours) | {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
     assert set(theirs) <= loaded
+    # and it computes what ours computes: the first drafts after each token of a text, by its own forward pass
+    model.embed_tokens.weight.data.copy_(named.embedding)  # ours is rounded to bf16
+    sample = samples[0]
+    n = len(sample.tokens)
+    with torch.no_grad():
+        taps = torch.from_numpy(sample.taps.reshape(1, n, -1))[:, :-1]
+        tokens = torch.from_numpy(sample.tokens[None, 1:].astype(np.int64))
+        (drafted,) = model(taps, tokens, torch.zeros(1, n - 1, dtype=torch.int64), ttt_steps=1)
+    reference = Reference(tmp_path / "draft", named.embedding.numpy())
+    for p in range(n - 1):
+        g = reference.fuse(sample.taps[p])
+        _, logits = reference.draft(int(sample.tokens[p + 1]), g, 1)
+        assert int(drafted[0, p]) == int(logits[0].argmax())
+        reference.commit(int(sample.tokens[p + 1]), g)
 
 
 def test_a_picture_is_drawn(trained: Path, tmp_path: Path) -> None:
