@@ -1,0 +1,210 @@
+"""Whether a converted draft is the one that was trained: the same texts through PyTorch's reading of the checkpoint and
+through the file as `localspec run` reads it.
+
+Two things are compared. The logits after every pair, which find a tensor that was mixed up, a rotation of the wrong kind, a
+flag that was lost. And how many drafted tokens the text would keep, which finds a quantisation that costs too much. The
+texts are a trainer's shards, or, without, a few that the target writes here and now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec import native
+from localspec.accept import Sampling
+from localspec.convert.checkpoint import Checkpoint
+from localspec.convert.torch_draft import TorchDraft
+from localspec.data.shards import Shards
+from localspec.eagle3_net import Eagle3Net
+from localspec.engine import Engine, Request
+from localspec.errors import ModelFileError, UsageError
+from localspec.gguf_file import GGUFFile
+from localspec.model import Model
+from localspec.speculator import TargetIdentity
+from localspec.target import SessionSettings, TargetSession
+from localspec.template import ChatTemplate
+
+#: relative error of a row of logits that rounding explains, by the types of the matrices; the median over rows is held to it
+LOOSE = {"F32": 0.01, "F16": 0.01, "Q8_0": 0.04}
+LOOSE_BELOW = 0.12  # 4 to 6 bits; 0.05 was measured for a trained draft in Q4_0
+#: how far acceptance may be from the simulated one: 2 points
+MOST_POINTS = 0.02
+N_TOKENS = 6000
+N_CHAINS = 1500
+N_WRITTEN = 100
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number, then explain it.",
+    "Tell me about the water cycle in five sentences.",
+    "A train travels 60 miles in 1.5 hours. How far does it go in 4 hours? Think step by step.",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "List ten things to pack for a camping trip and say why each is useful.",
+    "Write a polite email that asks a colleague to move a meeting to Friday.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens i32[n] and the target's states f32[n, T * H]; `said` bool[n]: tokens that the target chose."""
+
+    tokens: npt.NDArray[np.int32]
+    taps: npt.NDArray[np.float32]
+    said: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What was found. `error` is the median relative error of a row of logits, `same` the share of rows with the same
+    likeliest token; acceptances are kept / drafted over `n_chains` chains of `depth` tokens."""
+
+    n_rows: int
+    n_chains: int
+    depth: int
+    error: float
+    same: float
+    simulated: float
+    real: float
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"parity: logits differ by {self.error:.2%} (median of {self.n_rows} rows), same first choice in "
+            f"{self.same:.1%}; "
+            f"acceptance {self.real:.1%}, simulated {self.simulated:.1%} ({self.n_chains} drafts of {self.depth})"
+        )
+
+
+def check(checkpoint: Path, draft: Path, target: Path, data: Path | None = None) -> Parity:
+    """Compare the draft in `checkpoint` with its file `draft`. Raises ModelFileError where they differ by more than rounding
+    explains, UsageError where there is nothing to compare on."""
+    found = measure(checkpoint, draft, target, data)
+    kind = GGUFFile.open(draft, "draft").tensors["blk.0.ffn_gate.weight"].type
+    loose = LOOSE.get(kind, LOOSE_BELOW)
+    if not found.error <= loose:
+        raise ModelFileError(
+            f"{draft} is not the draft in {checkpoint}: its logits differ by {found.error:.1%}, where {kind} explains "
+            f"{loose:.0%}; don't use it ({found.summary()})"
+        )
+    if not abs(found.real - found.simulated) <= MOST_POINTS:
+        raise ModelFileError(
+            f"{draft} drafts otherwise than {checkpoint}: acceptance {found.real:.1%}, simulated {found.simulated:.1%}; "
+            f"convert it to another type than {kind}, such as q8_0 ({found.summary()})"
+        )
+    return found
+
+
+def measure(checkpoint: Path, draft: Path, target: Path, data: Path | None = None) -> Parity:
+    """The comparison without its judgement."""
+    theirs, ours = GGUFFile.open(target, "target"), GGUFFile.open(draft, "draft")
+    source = Checkpoint.open(checkpoint)
+    config = source.config(theirs)
+    net = Eagle3Net(ours, theirs, 1, n_threads=1)
+    torch_draft = TorchDraft(source, config, theirs)
+    texts = from_shards(data, theirs) if data is not None else written_here(target, config.taps)
+    depth = max(1, min(config.depth, 4))
+    errors: list[float] = []
+    same: list[bool] = []
+    kept = {"torch": 0, "file": 0}
+    n_chains = 0
+    for text in texts:
+        starts = chain_starts(text)
+        if n_chains >= N_CHAINS or not len(starts):
+            continue
+        n_chains += len(starts)
+        wanted, accepted = torch_draft.roll_out(text.tokens, text.taps, starts, depth)
+        kept["torch"] += int(accepted.sum())
+        logits, n_kept = _through_file(net, text, starts, depth)
+        kept["file"] += n_kept
+        errors.extend(np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+        same.extend(logits.argmax(1) == wanted.argmax(1))
+    net.close()
+    if not n_chains:
+        raise UsageError(f"{data or 'the texts written here'}: nothing that the target said, so nothing to compare on")
+    drafted = n_chains * depth
+    return Parity(
+        len(errors), n_chains, depth, float(np.median(errors)), float(np.mean(same)), kept["torch"] / drafted,
+        kept["file"] / drafted,
+    )  # fmt: skip
+
+
+def chain_starts(text: Text) -> npt.NDArray[np.int64]:
+    """Positions of pairs whose predicted token, two further on, the target chose."""
+    starts: npt.NDArray[np.int64] = np.flatnonzero(text.said) - 2
+    return starts[starts >= 0]
+
+
+def _through_file(
+    net: Eagle3Net, text: Text, starts: npt.NDArray[np.int64], depth: int
+) -> tuple[npt.NDArray[np.float32], int]:
+    """Logits of the first step at each start, and how many drafted tokens the text keeps."""
+    g = net.fuse(text.taps)
+    slot = np.zeros(1, np.int32)
+    logits = np.empty((len(starts), len(net.ids)), np.float32)
+    n_kept = placed = 0
+    for row, start in enumerate(starts.tolist()):
+        net.extend(0, placed, text.tokens[placed + 1 : start + 1], g[placed:start])
+        position, token = np.array([start], np.int32), text.tokens[start + 1 : start + 2]
+        logits[row] = net.step(slot, position, token, g[start : start + 1])[0][0]
+        drafted, _, _ = net.greedy(slot, position, token, g[start : start + 1], np.array([depth], np.int32), 0.0)
+        for i, guess in enumerate(drafted[0].tolist()):
+            at = start + 2 + i
+            if at >= len(text.tokens) or guess != text.tokens[at]:
+                break
+            n_kept += 1
+        placed = start  # drafting has overwritten what follows
+    return logits, n_kept
+
+
+def _with_states(session: TargetSession, slot: int, tokens: list[int], n_prompt: int) -> Text:
+    rows: list[npt.NDArray[np.float32]] = []
+
+    def keep(_first: int, piece: npt.NDArray[np.float32]) -> None:
+        rows.append(piece.reshape(len(piece), -1).copy())
+
+    session.prefill(slot, tokens, tapped=keep)
+    return Text(np.array(tokens, np.int32), np.concatenate(rows), np.arange(len(tokens)) >= n_prompt)
+
+
+def from_shards(folder: Path, target: GGUFFile) -> list[Text]:
+    """Texts of training data, those held out of training first. Raises DataError for another target's."""
+    shards = Shards.open(folder, TargetIdentity.of(target))
+    texts, n = [], 0
+    for i in range(len(shards) - 1, -1, -1):
+        sample = shards.sample(i)
+        texts.append(Text(sample.tokens, sample.taps.reshape(len(sample.tokens), -1), sample.mask > 0))
+        n += len(sample.tokens)
+        if n >= N_TOKENS:
+            break
+    return texts
+
+
+def written_here(target: Path, taps: Sequence[int]) -> list[Text]:
+    """What the target answers to a few prompts, greedily, with its states."""
+    native.use_kernels("auto")
+    texts: list[Text] = []
+    with Model(target) as model:
+        # One thread: on a machine that trains meanwhile, two spend their time waiting for each other.
+        settings = SessionSettings(min(512, model.n_ctx_train or 512), len(PROMPTS), n_threads=1, taps=tuple(taps))
+        with TargetSession(model, settings) as session:
+            template = ChatTemplate.of(model)
+            engine = Engine(session)
+            starts: dict[int, int] = {}
+            for prompt in PROMPTS:
+                asked = [{"role": "user", "content": prompt}]
+                start = template.encode(asked) if template else model.tokenizer.encode(prompt)
+                starts[engine.start(Request(start, Sampling(temperature=0), N_WRITTEN))] = len(start)
+            written: dict[int, list[int]] = {}
+            while len(written) < len(starts):
+                for step in engine.step():
+                    if step.stop is not None:
+                        written[step.slot] = engine.tokens(step.slot)
+                        engine.finish(step.slot)
+            for slot, tokens in written.items():
+                session.rollback(slot, 0)
+                texts.append(_with_states(session, slot, tokens, starts[slot]))
+    return texts
+
