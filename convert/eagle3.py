@@ -107,8 +107,10 @@ def metadata(config: SpeculatorConfig, target: GGUFFile, file_type: int) -> dict
     keys |= config.to_gguf_keys()
     keys["localspec.target.name"] = config.target.name or target.name
     keys["localspec.target.tokenizer_hash"] = target.tokenizer_hash()
-    for key in ("trainer", "tokens", "steps"):
-        if isinstance(said.get(key), str | int) and not isinstance(said.get(key), bool):
+    if said.get("localspec"):
+        keys["localspec.trainer"] = f"localspec {said['localspec']}"
+    for key in ("data_tokens", "tokens_seen", "steps"):
+        if isinstance(said.get(key), int) and 0 <= said[key] < 1 << 32:
             keys[f"localspec.{key}"] = said[key]
     return keys | copied_keys(target, "tokenizer.")
 

@@ -29,9 +29,10 @@ from localspec.speculator import TargetIdentity
 from localspec.target import SessionSettings, TargetSession
 from localspec.template import ChatTemplate
 
-#: relative error of a row of logits that rounding explains, by the types of the matrices; the median over rows is held to it
-LOOSE = {"F32": 0.01, "F16": 0.01, "Q8_0": 0.04}
-LOOSE_BELOW = 0.12  # 4 to 6 bits; 0.05 was measured for a trained draft in Q4_0
+#: relative error of a row of logits that rounding explains, by the types of the matrices; the median over rows is held to
+#: it. A trained draft of SmolLM2 has 0.0001 in F16, 0.007 in Q8_0, 0.053 in Q4_0; one that is mixed up is beyond 0.5.
+LOOSE = {"F32": 0.01, "F16": 0.01, "Q8_0": 0.08}
+LOOSE_BELOW = 0.35  # 4 to 6 bits; Q4_0 of random weights has 0.24
 #: how far acceptance may be from the simulated one: 2 points
 MOST_POINTS = 0.02
 N_TOKENS = 6000

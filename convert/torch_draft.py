@@ -32,10 +32,10 @@ class TorchDraft:
         self.config = config
         self.w = {name: torch.from_numpy(source.tensor(name)) for name in source.names if name not in ("d2t", "t2d")}
         if "embed_tokens.weight" not in self.w:
-            self.w["embed_tokens.weight"] = torch.from_numpy(dequantised(target, "token_embd.weight"))
+            self.w["embed_tokens.weight"] = torch.tensor(dequantised(target, "token_embd.weight"))
         if "lm_head.weight" not in self.w:
             head = "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
-            self.w["lm_head.weight"] = torch.from_numpy(dequantised(target, head))
+            self.w["lm_head.weight"] = torch.tensor(dequantised(target, head))
         n = len(self.w["lm_head.weight"])
         offsets = torch.from_numpy(source.integers("d2t")) if "d2t" in source.names else torch.zeros(n, dtype=torch.int64)
         self.ids = offsets + torch.arange(n)
@@ -46,7 +46,7 @@ class TorchDraft:
         """Drafts of `depth` tokens from the pairs at `starts` i64[R], positions of a text of tokens i32[n] with taps
         f32[n, T * H]: the first step's logits f32[R, Vd], and how many tokens of each draft are the text's, i64[R]."""
         with torch.no_grad():
-            return self._roll_out(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(taps), starts, depth)
+            return self._roll_out(torch.from_numpy(tokens.astype(np.int64)), torch.tensor(taps), starts, depth)
 
     def _roll_out(
         self, text: Tensor, taps: Tensor, starts: npt.NDArray[np.int64], depth: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -12,6 +13,8 @@ from localspec.errors import PairingError, UsageError
 
 #: --quant where none is given: of a copy of a model, and of a draft out of a checkpoint
 DEFAULT_QUANT, DEFAULT_DRAFT_QUANT = "Q4_0", "q8_0"
+#: layers, hidden size and vocabulary of the default model: another need not be fetched to be told from it
+_DEFAULT_SHAPE = (30, 576, 49152)
 
 
 @click.command("convert")
@@ -23,8 +26,8 @@ DEFAULT_QUANT, DEFAULT_DRAFT_QUANT = "Q4_0", "q8_0"
     help=f"Of a GGUF: one of {', '.join(QUANTS)} [default: {DEFAULT_QUANT}]. Of a checkpoint: q8_0, q4_0, q4_k_m, f16 "
     f"[default: {DEFAULT_DRAFT_QUANT}].",
 )
-@click.option("-m", "--target", metavar="FILE", help="Of a checkpoint: the target it was trained for.")
-@click.option("--data", metavar="DIR", help="Of a checkpoint: hidden states to compare on; made anew where not given.")
+@click.option("-m", "--target", metavar="FILE", help="Of a checkpoint: its target  [default: the one it was trained with]")
+@click.option("--data", metavar="DIR", help="Of a checkpoint: states to compare on  [default: the run's, or new ones]")
 @click.option("--parity/--no-parity", default=True, help="Of a checkpoint: compare what was written with PyTorch's draft.")
 @click.option("--as-llama", is_flag=True, help="Rewrite a qwen2 file as a llama file, values untouched.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
@@ -85,7 +88,13 @@ def _checkpoint(
 ) -> None:
     from localspec.convert.eagle3 import convert
 
-    model = Path(target) if target else _target_of(source)
+    if not (source / "model.safetensors").is_file() and (source / "best" / "model.safetensors").is_file():
+        say(f"{source} is a training run: its best checkpoint is taken")
+        source = source / "best"
+    run = _run_of(source)
+    model = Path(target) if target else _target_of(source, run)
+    if data is None and (Path(run.get("data") or "none") / "manifest.json").is_file():
+        data = run["data"]
     done = convert(source, model, output, quant, overwrite=force)
     config = done.config
     n_vocab = config.target.n_vocab
@@ -101,19 +110,28 @@ def _checkpoint(
     say(f"run it: localspec run --target {model} --draft {output}")
 
 
-def _target_of(checkpoint: Path) -> Path:
-    """The target that a checkpoint of ours names, or the default model where that is it."""
+def _run_of(checkpoint: Path) -> dict[str, str | None]:
+    """What the training run that wrote this checkpoint says of its files: ``target_file`` and ``data``."""
+    try:
+        said = json.loads((checkpoint.parent / "run.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: said.get(key) for key in ("target_file", "data")} if isinstance(said, dict) else {}
+
+
+def _target_of(checkpoint: Path, run: dict[str, str | None]) -> Path:
+    """The target that a checkpoint of ours was trained for: the run's file, or the default model where that is it."""
     from localspec.gguf_file import GGUFFile
     from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig, TargetIdentity
 
     if not (checkpoint / CHECKPOINT_FILE).is_file():
         raise UsageError(f"{checkpoint} does not say for which target it was trained: give --target FILE")
-    config = SpeculatorConfig.load(checkpoint)
-    named = config.provenance.get("target_file")
-    for path in [Path(named)] if isinstance(named, str) and Path(named).is_file() else []:
-        if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is None:
+    wanted = SpeculatorConfig.load(checkpoint).target
+    named = Path(run.get("target_file") or "none")
+    if named.is_file() and wanted.difference(TargetIdentity.of(GGUFFile.open(named, "target"))) is None:
+        return named
+    if (wanted.n_layer, wanted.n_embd, wanted.n_vocab) == _DEFAULT_SHAPE:
+        path = fetched_default_model()
+        if wanted.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is None:
             return path
-    path = fetched_default_model()
-    if config.target.difference(TargetIdentity.of(GGUFFile.open(path, "target"))) is not None:
-        raise PairingError(f"{checkpoint} was trained for {config.target.name}: give that model as --target FILE")
-    return path
+    raise PairingError(f"{checkpoint} was trained for {wanted.name}: give that model as --target FILE")
