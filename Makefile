@@ -9,8 +9,9 @@ NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
 N      ?= 200
 IN     ?=
+CKPT   ?=
 OUT    ?=
-QUANT  ?= Q4_0
+QUANT  ?=
 ARGS   ?=
 
 .PHONY: help setup demo test lint bench convert clean
@@ -52,9 +53,10 @@ lint: $(VENV)/.installed-lint ## ruff and mypy
 bench: setup ## plain against speculative decoding, default model (ARGS="--target T --draft D")
 	$(BIN)/localspec bench $(ARGS)
 
-convert: setup ## export to quantised GGUF: make convert IN=model.gguf OUT=small.gguf QUANT=Q4_0
-	@test -n "$(IN)" -a -n "$(OUT)" || { echo "usage: make convert IN=model.gguf OUT=small.gguf QUANT=$(QUANT)" >&2; exit 2; }
-	$(BIN)/localspec convert "$(IN)" -o "$(OUT)" --quant $(QUANT) $(ARGS)
+convert: setup ## export to GGUF: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0, or IN=model.gguf OUT=small.gguf
+	@test -n "$(IN)$(CKPT)" -a -n "$(OUT)" || { echo "usage: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0 (or IN=model.gguf OUT=small.gguf QUANT=Q4_0)" >&2; exit 2; }
+	@test -z "$(CKPT)" || $(PIP) show -q torch 2>/dev/null || $(PIP) install -q -e '.[train]'
+	$(BIN)/localspec convert "$(or $(CKPT),$(IN))" -o "$(OUT)" $(if $(QUANT),--quant $(QUANT)) $(ARGS)
 
 clean: ## remove what was built here (caches of models stay)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
