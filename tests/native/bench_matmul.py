@@ -43,14 +43,14 @@ def load(model: str, library: str | None, threads: int, context: int, flash: int
 
 
 class Decoder:
-    """Decodes made-up tokens at chosen positions, every row with logits."""
+    """Decodes made-up tokens at chosen positions, every row (or the last `n_logits`) with logits."""
 
     def __init__(self, llama: Any, model: Any, context: Any) -> None:
         self.llama, self.context = llama, context
         self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self.batch = llama.llama_batch_init(512, 0, 1)
 
-    def __call__(self, start: int, n: int) -> float:
+    def __call__(self, start: int, n: int, n_logits: int = 512) -> float:
         """Decodes n tokens from position `start` on, forgetting what was there; returns milliseconds."""
         memory = self.llama.llama_get_memory(self.context)
         self.llama.llama_memory_seq_rm(memory, 0, start, -1)
@@ -60,7 +60,7 @@ class Decoder:
             self.batch.pos[i] = start + i
             self.batch.n_seq_id[i] = 1
             self.batch.seq_id[i][0] = 0
-            self.batch.logits[i] = 1
+            self.batch.logits[i] = i >= n - n_logits
         before = time.perf_counter()
         if self.llama.llama_decode(self.context, self.batch):
             raise SystemExit("llama_decode failed")
