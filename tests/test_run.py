@@ -60,6 +60,14 @@ def test_every_drafter_gives_the_plain_text(run_json: Any, smollm2: Path) -> Non
     assert drafted["tokens_per_verify"] > 3
 
 
+@pytest.mark.parametrize("kernels", ["stock", "localspec"])
+def test_without_mmap_the_text_is_the_same(run_json: Any, smollm2: Path, kernels: str) -> None:
+    given = ("-p", "List the days of the week.", "-n", "20", "--draft", str(smollm2), "--kernels", kernels)
+    mapped, read = run_json(*given), run_json(*given, "--no-mmap")
+    assert read["ids"] == mapped["ids"]
+    assert read["n_drafted"] > 0
+
+
 def test_text_and_statistics(cli: Any, smollm2: Path) -> None:
     done = cli(*RUN, "-m", str(smollm2), "-p", "Count to five.", "-n", "30")
     assert done.rc == 0

@@ -126,7 +126,7 @@ def _compare(
     arguments = [
         "curve", "--serve", "-m", str(target), "-c", str(s.n_ctx), "-t", str(s.n_threads), "-ngl", str(choice.n_gpu_layers),
         "-fa", s.flash_attention, "-ctk", s.type_k, "-ctv", s.type_v, "--context", str(n_context),
-        "--sizes", ",".join(map(str, sizes)),
+        "--sizes", ",".join(map(str, sizes)), "--mmap" if choice.use_mmap else "--no-mmap",
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         # One after the other: while one loads and reads its context, the other is not there yet or waits.

@@ -96,7 +96,7 @@ def open_target(
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
-    model = Model(path, "target", choice.n_gpu_layers)
+    model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap)
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
     return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
 
@@ -135,7 +135,9 @@ def open_engine(choice: ModelChoice) -> Loaded:
 
 
 def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:
-    settings = DrafterSettings(draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads)
+    settings = DrafterSettings(
+        draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads, choice.use_mmap
+    )
     drafting = name != "none" and choice.n_max > 0
     model, session = open_target(choice, target, drafter=name, draft=settings if drafting else None)
     drafter: Drafter | None = None

@@ -53,6 +53,8 @@ model_options = _stack(
            help="Type of cached keys: f16, q8_0, ..."),
     option("Context", "-ctv", "--cache-type-v", "type_v", default="f16", metavar="TYPE",
            help="Type of cached values: f16, q8_0, ..."),
+    option("Machine", "--mmap/--no-mmap", "use_mmap", default=True, show_default=True,
+           help="Map the model's file, or read it whole."),
     option("Machine", "--kernels", type=click.Choice(native.KERNELS), default="auto", show_default=True,
            help="CPU kernels: llama.cpp's own or ours."),
 )  # fmt: skip
@@ -103,6 +105,7 @@ class ModelChoice:
     hf: str | None
     session: SessionSettings
     n_gpu_layers: int
+    use_mmap: bool = True
     kernels: str = "auto"
     draft: str | None = None
     hfd: str | None = None

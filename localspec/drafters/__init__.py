@@ -78,6 +78,7 @@ class DrafterSettings:
     p_min: float = 0.0
     n_gpu_layers: int = 0
     n_threads: int = 0
+    use_mmap: bool = True
 
 
 def names() -> list[str]:

@@ -127,7 +127,7 @@ def load(target: TargetSession, settings: DrafterSettings) -> LmDrafter:
     """Load the draft model and hold it against the target's tokenizer. Raises PairingError where they don't fit."""
     if settings.draft_path is None:
         raise UsageError("--spec-type lm needs a draft model: give --draft FILE")
-    model = Model(settings.draft_path, role="draft", n_gpu_layers=settings.n_gpu_layers)
+    model = Model(settings.draft_path, role="draft", n_gpu_layers=settings.n_gpu_layers, use_mmap=settings.use_mmap)
     check_pair(target.model.gguf, model.gguf)
     able, reason = can_roll_back(model.gguf)
     if not able:
