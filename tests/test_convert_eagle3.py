@@ -335,6 +335,10 @@ def test_the_command(cli: Cli, trained: Path, target: Path, tmp_path: Path) -> N
     assert drafted.rc == plain.rc == 0, drafted.stderr
     assert drafted.stdout == plain.stdout
     assert "tokens per verify" in drafted.stderr
+    shown = cli("inspect", target, draft)
+    assert "reads          its states after 1, 2, 3 layers" in shown.stdout
+    assert "can say        200 of 512 tokens" in shown.stdout
+    assert "--spec-type draft-eagle3" in shown.stdout
     refused = cli("convert", trained, "-o", tmp_path / "e.gguf")
     assert refused.rc == 2
     assert "give that model as --target" in refused.stderr

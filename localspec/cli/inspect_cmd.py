@@ -20,6 +20,7 @@ from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
 from localspec.pairing import can_roll_back, check_pair, drafter_for
+from localspec.speculator import SpeculatorConfig
 
 PROMPT = "Write a haiku about rain."
 RULE = "match"
@@ -28,6 +29,9 @@ MIN_COLUMNS = 50  # where two columns would be too narrow to read, lines are lef
 LLAMA_SPEC_TYPES = {
     "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "mtp": "draft-mtp", "ngram": "ngram-simple",
 }  # fmt: skip
+
+#: what a draft's provenance may tell -> in words
+_TRAINED = (("data_tokens", "tokens of data"), ("tokens_seen", "seen"), ("steps", "steps"))
 
 Rows = list[tuple[str, str]]
 
@@ -256,6 +260,8 @@ def _file_rows(file: GGUFFile, need: MemoryNeed) -> Rows:
     if facts["n_windowed_layers"]:
         window = f"a window of {facts['sliding_window']} in {facts['n_windowed_layers']} of {facts['n_layer']} layers"
     pre = f", pre-tokenizer {clip(tokenizer.pre)}" if tokenizer.pre else ""
+    if file.architecture in DRAFT_HEADS:
+        return [*_head_rows(file), ("memory", f"{_bytes(need.weights)} weights, {_bytes(need.kv)} cache")]
     return [
         ("file", clip(str(file.path), 400)),
         ("name", clip(file.name if file.size_label in file.name else f"{file.name} ({file.size_label})")),
@@ -267,6 +273,28 @@ def _file_rows(file: GGUFFile, need: MemoryNeed) -> Rows:
         ("rollback", ("yes: " if facts["can_roll_back"] else "no: ") + facts["roll_back_reason"]),
         ("memory", f"{_bytes(need.weights)} weights, {_bytes(need.kv)} cache, about {_bytes(need.compute)} to compute"),
     ]
+
+
+def _head_rows(file: GGUFFile) -> Rows:
+    """A draft head: whom it was made for, and what it is beside that."""
+    head = SpeculatorConfig.from_gguf(file)
+    facts, n_vocab = _facts(file), head.target.n_vocab
+    made_for = f"{clip(head.target.name)}, {head.target.n_layer} layers, " if head.target.name else "a target of "
+    said = head.provenance
+    told = [f"{said[key]:,} {words}" for key, words in _TRAINED if isinstance(said.get(key), int)]
+    rows = [
+        ("file", clip(str(file.path), 400)),
+        ("name", clip(file.name)),
+        ("architecture", f"{file.architecture}, {head.n_layer} layer, hidden size {head.n_embd}, {head.n_head} heads"),
+        ("parameters", f"{_count(facts['n_params'])}, {_bytes(file.size)} as {facts['quantization']}"),
+        ("made for", f"{made_for}hidden size {head.target.n_embd}, {n_vocab} tokens"),
+        ("reads", "its states after " + ", ".join(map(str, head.taps)) + " layers" if head.taps else "its last states"),
+        ("can say", f"{head.draft_vocab} of {n_vocab} tokens" if head.draft_vocab else "all tokens"),
+        ("sees", f"the last {head.window} positions" if head.window else "all positions"),
+    ]
+    if head.depth > 1:
+        rows.append(("trained", ", ".join([f"to draft {head.depth} in a row", *told])))
+    return rows
 
 
 def _pair_rows(report: Report) -> Rows:
