@@ -161,6 +161,17 @@ def test_kept_chains_are_those_that_are_right_so_far(place: Path, trained: Path)
     assert b.right[1] - ends <= b.rows[2] <= b.right[1]
 
 
+def test_noise_is_a_function_of_the_batch(place: Path, trained: Path) -> None:
+    plain, samples = taken(place, trained / "best", OWN)
+    noisy, _ = taken(place, trained / "best", replace(OWN, noise=0.5))
+    batch = plain.batch(samples, 2048, torch.float32)
+    before = batch.taps.clone()
+    found = [m.loss(batch).losses for m in (plain, noisy, noisy)]
+    assert found[1] == found[2]
+    assert found[0][0] < found[1][0]
+    assert torch.equal(batch.taps, before)
+
+
 def test_a_walk_counts_what_an_engine_would() -> None:
     mask = np.array([0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1], bool)
     # from 2: two right and the target's own token; from 5: none, one token; from 6: up to the end, no room for another

@@ -52,6 +52,7 @@ class Settings:
     window: int = setting(1024, "Positions that its attention sees; 0: all.", at_least=0)
     chains: str = setting("kept", "kept: only chains right so far go on a step; all: every chain.", ("kept", "all"))
     step_decay: float = setting(1.0, "Weight of each step's loss against the step before.", at_least=0)
+    noise: float = setting(0.0, "Spread of the noise added to the inputs in training, in their own spreads.", at_least=0)
     verifier: str = setting("", "The target's name on the Hugging Face Hub, or a directory: vLLM takes its embedding.")
     train_head: bool = setting(True, "Train the head; without, the target's own stays.")
 
@@ -232,6 +233,8 @@ class Model(nn.Module):
 
     def loss(self, batch: Batch) -> LossParts:
         device, dtype = batch.taps.device, batch.taps.dtype
+        if self.settings.noise:
+            batch = self._disturbed(batch)
         low = self._low(dtype)
         position = _positions(batch)
         known, pairs = self._known(low, batch, torch.from_numpy(position).to(device))
@@ -271,6 +274,13 @@ class Model(nn.Module):
                 break
         parts.loss = total
         return parts
+
+    def _disturbed(self, batch: Batch) -> Batch:
+        """The batch with noise on its taps: against learning few texts by heart (EAGLE, Li et al., arXiv 2401.15077, section
+        4.1). The noise is a function of the batch, so that a resumed run sees the same."""
+        random = torch.Generator(batch.taps.device).manual_seed(int((batch.tokens * torch.arange(len(batch.tokens), device=batch.tokens.device)).sum()))
+        noise = torch.empty_like(batch.taps, dtype=torch.float32).normal_(0.0, self.settings.noise, generator=random)
+        return replace(batch, taps=batch.taps + noise.to(batch.taps.dtype))
 
     # -- as run time drafts -----------------------------------------------------------------------------------------
 
