@@ -278,7 +278,8 @@ class Model(nn.Module):
     def _disturbed(self, batch: Batch) -> Batch:
         """The batch with noise on its taps: against learning few texts by heart (EAGLE, Li et al., arXiv 2401.15077, section
         4.1). The noise is a function of the batch, so that a resumed run sees the same."""
-        random = torch.Generator(batch.taps.device).manual_seed(int((batch.tokens * torch.arange(len(batch.tokens), device=batch.tokens.device)).sum()))
+        places = torch.arange(batch.n_tokens, device=batch.tokens.device)
+        random = torch.Generator(batch.taps.device).manual_seed(int((batch.tokens * places).sum()))
         noise = torch.empty_like(batch.taps, dtype=torch.float32).normal_(0.0, self.settings.noise, generator=random)
         return replace(batch, taps=batch.taps + noise.to(batch.taps.dtype))
 
