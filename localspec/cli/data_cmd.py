@@ -18,7 +18,7 @@ from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, say, target_path
 from localspec.cli.options import ModelChoice, model_options, sampling_options, take_models, take_sampling
 from localspec.cli.progress import bar
-from localspec.data import hf, plan
+from localspec.data import hf, library, plan
 from localspec.data.conversations import Conversation, read_conversations, unique
 from localspec.data.extract import extract
 from localspec.data.generate import Generator, make_jobs, measure_rate
@@ -52,7 +52,8 @@ def _shard_options(function: Callable[..., None]) -> Callable[..., None]:
         click.option("-o", "--output", required=True, metavar="DIR",
                      help="Where the shards are; begun work is gone on with."),
         click.option("-f", "--prompts", multiple=True, metavar="FILE|hf://USER/NAME",
-                     help="JSONL (turns, messages, conversations, prompt) or plain text; may be given several times."),
+                     help="JSONL (turns, messages, conversations, prompt) or plain text; python: for the standard library's "
+                          "code and documentation. May be given several times."),
         click.option("--raw", is_flag=True, help="Texts that are used as they are, without the chat template."),
         click.option("--taps", callback=_taps, metavar="I,J,K",
                      help="Layers already applied where states are read; default: an early, a middle and a late one."),
@@ -178,7 +179,10 @@ def extract_cmd(
 def _read(prompts: Iterable[str], raw: bool) -> list[Conversation]:
     found: list[Conversation] = []
     for name in prompts:
-        found += hf.read_dataset(name, raw) if name.startswith(hf.PREFIX) else read_conversations(Path(name), raw)
+        if name == library.NAME:
+            found += library.conversations()
+        else:
+            found += hf.read_dataset(name, raw) if name.startswith(hf.PREFIX) else read_conversations(Path(name), raw)
     return found
 
 
