@@ -20,7 +20,7 @@ from localspec.gguf_file import GGUFFile
 from localspec.model import Model
 from localspec.pairing import drafter_for
 from localspec.target import SessionSettings, TargetSession
-from tests.gguf_maker import eagle3_head, edit, tiny_llama
+from tests.gguf_maker import eagle3_head, edit, requantize, tiny_llama
 from tests.head_reference import HeadReference
 from tests.llama_head import LlamaHead
 
@@ -115,6 +115,24 @@ def test_network_is_llama_cpps(target: Path, model: Model, tmp_path: Path, varia
         assert np.linalg.norm(logits[0] - wanted[-1][net.ids]) < 2 * loose * np.linalg.norm(logits)
         assert np.linalg.norm(state[0] - states[-1]) < 2 * loose * np.linalg.norm(state)
         theirs.close()
+
+
+@pytest.mark.parametrize("quant", ["Q4_K_M", "Q6_K", "Q2_K", "BF16"])
+def test_heads_of_other_types(target: Path, tmp_path: Path, quant: str) -> None:
+    """As llama.cpp's quantiser mixes them, types that our kernels don't multiply (Q2_K, Q3_K) among them."""
+    plain = eagle3_head(tmp_path / "plain.gguf", target, n_embd=256, n_head=8, n_head_kv=2, n_ff=256)
+    head = requantize(plain, tmp_path / "head.gguf", quant)
+    file = GGUFFile.open(head)
+    assert quant[:4] in {t.type[:4] for t in file.tensors.values()}
+    net, reference = Eagle3Net(file, GGUFFile.open(target), 1), HeadReference(head, target)
+    tokens, rows = some_pairs(20, net.n_embd, net.n_in)
+    g = net.fuse(rows)
+    assert np.linalg.norm(g - reference.fuse(rows)) < 0.03 * np.linalg.norm(g)
+    net.extend(0, 0, tokens, g)
+    logits, _ = net.step(i32(0), i32(19), tokens[-1:], g[-1:])
+    for token, state in zip(tokens, g):
+        wanted, _ = reference.feed(int(token), state.astype(np.float64))
+    assert np.linalg.norm(logits[0] - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 def test_slots_and_threads_do_not_show(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
