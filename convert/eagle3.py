@@ -26,6 +26,10 @@ QUANTS = {"f32": (0, "F32"), "f16": (1, "F16"), "q8_0": (7, "Q8_0"), "q4_0": (2,
 #: mixtures that llama.cpp's quantiser makes; it falls back to a type with blocks of 32 where rows are no multiple of 256
 MIXED = ("q4_k_m", "q5_k_m", "q6_k")
 
+#: fc's type where the others have few bits. The sizes of the taps' dimensions, hundreds of times apart, are folded into its
+#: columns: a block's scale follows the largest, and the others, whose inputs are large, would be lost.
+FINER = {"Q4_0": "Q8_0", "Q4_1": "Q8_0"}
+
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 #: checkpoint name -> GGUF name, without "layers.0." / "blk.0."
@@ -226,12 +230,14 @@ def stored(values: dict[str, np.ndarray], kind: str) -> Tensors:
         elif kind == "F16" or value.shape[-1] % 32:
             out[name] = ("F16", value.astype(np.float16))
         else:
-            out[name] = (kind, _quantised(value, kind))
+            finer = FINER.get(kind, kind) if name == "fc.weight" else kind
+            out[name] = (finer, _quantised(value, finer))
     return out
 
 
 def _quantised(value: np.ndarray, kind: str) -> np.ndarray:
     import gguf
+
 
     quantise: Callable[..., np.ndarray] = gguf.quantize
     return quantise(np.ascontiguousarray(value, np.float32), gguf.GGMLQuantizationType[kind])

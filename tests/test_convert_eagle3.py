@@ -103,6 +103,7 @@ def test_the_file_is_the_draft(trained: Path, target: Path, tmp_path: Path, quan
     assert kinds["d2t"] == "I64"
     assert {kinds[n] for n in kinds if n.endswith("norm.weight") or "attn_norm" in n} == {"F32"}
     if quant != "q4_k_m":
+        assert kinds.pop("fc.weight") == (quant if quant != "q4_0" else "q8_0").upper()
         assert {t for n, t in kinds.items() if len(file.tensors[n].shape) == 2} == {quant.upper()}
     else:  # rows of 128 can't be cut into blocks of 256: llama.cpp falls back
         assert kinds["blk.0.ffn_down.weight"] in ("Q4_K", "Q6_K")
