@@ -252,22 +252,24 @@ def write(engine: Engine, prompt: list[int], n: int, sampling: Sampling = GREEDY
     return tokens
 
 
-def drafted_from_nothing(model: Model, head: Path, tokens: list[int], k: int) -> list[np.ndarray]:
+def drafted_from_nothing(
+    model: Model, head: Path, tokens: list[int], k: int, read: tuple[int, ...] = TAPS
+) -> list[np.ndarray]:
     """Logits over the draft's vocabulary for k tokens after `tokens`, from states that a fresh session gives."""
-    with TargetSession(model, SessionSettings(n_ctx=256, taps=TAPS)) as session:
+    with TargetSession(model, SessionSettings(n_ctx=256, taps=read)) as session:
         rows = session.decode([(0, tokens[:-1])]).taps
         assert rows is not None
         return HeadReference(head, model.path).chain(tokens, rows.reshape(len(rows), -1), k)
 
 
-def check_said(model: Model, head: Path, watched: Watched, every: int = 1) -> int:
+def check_said(model: Model, head: Path, watched: Watched, every: int = 1, read: tuple[int, ...] = TAPS) -> int:
     """Each draft is what the head says about its text, whatever was drafted, refused and rolled back before."""
     ids = HeadReference(head, model.path).ids
     n_tokens = 0
     for tokens, drafted in watched.said[::every]:
         if len(tokens) == 1 or not drafted:
             continue
-        for token, logits in zip(drafted, drafted_from_nothing(model, head, tokens, len(drafted))):
+        for token, logits in zip(drafted, drafted_from_nothing(model, head, tokens, len(drafted), read)):
             best = logits.argmax()
             mine = np.flatnonzero(ids == token)[0]
             assert logits[mine] > logits[best] - 0.01  # a tie within the arithmetic may go either way
@@ -399,6 +401,24 @@ def test_a_draft_drawn_with_the_targets_noise(model: Model, target: Path, tmp_pa
             for _ in engine.generate(Request(PROMPT, sampling, 80)):
                 pass
             assert (engine.stats(0).acceptance or 0) > 0.7
+
+
+@pytest.mark.parametrize(("arch", "read"), [("qwen2", (1, 2, 3)), ("llama", (1, 2, 4))])
+def test_states_by_the_eval_callback(tmp_path: Path, arch: str, read: tuple[int, ...]) -> None:
+    """A graph that hands over no inputs of layers, and the state after the last layer: several sequences at once."""
+    target = tiny_llama(tmp_path / "target.gguf", n_layer=4, vocab=512, arch=arch)
+    head = eagle3_head(tmp_path / "head.gguf", target, taps=read, draft_vocab=0)
+    with Model(target) as model:
+        session, watched = pair(model, head, n_sequences=2)
+        with session:
+            engine = Engine(session, watched, FixedBlock(3))
+            for prompt in (PROMPT, [int(t) for t in np.random.default_rng(4).integers(0, 300, 90)]):
+                engine.start(Request(prompt, GREEDY, 15))
+            while engine._running:
+                for step in engine.step():
+                    if step.stop:
+                        engine.finish(step.slot)
+            assert check_said(model, head, watched, read=read) > 20
 
 
 def test_taps_in_another_order(model: Model, target: Path, tmp_path: Path) -> None:
