@@ -1,0 +1,67 @@
+"""The command line of training: options made from the settings, and combinations that are refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import localspec.train  # noqa: F401 (before torch: it sets how OpenMP waits)
+
+pytest.importorskip("torch", reason="training needs PyTorch: pip install localspec[train]")
+
+from localspec.cli.train_cmd import train_cmd
+from localspec.errors import LocalspecError
+from localspec.train import models
+from localspec.train.settings import TrainSettings
+from tests import train_data
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    """(exit code, what was said); a LocalspecError is what the command line shows of it."""
+    done = CliRunner().invoke(train_cmd, list(arguments))
+    if isinstance(done.exception, LocalspecError):
+        return 2, str(done.exception)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_every_setting_is_an_option_with_its_default() -> None:
+    code, text = call("eagle3", "--help")
+    assert code == 0
+    flat = " ".join(text.split())
+    for cls in (TrainSettings, models.find("eagle3").Settings):
+        for f in dataclasses.fields(cls):
+            assert f"--{f.name.replace('_', '-')}" in flat
+    assert "[default: 8192]" in flat
+    assert call("--help")[1].count("eagle3") >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give --data, or --states online"),
+        (["--data", "D", "--prompts", "P"], "--prompts is for --states online and hybrid"),
+        (["--states", "online"], "give the --prompts"),
+        (["--states", "online", "--prompts", "P", "--data", "D"], "leave --data out"),
+        (["--states", "hybrid", "--prompts", "P"], "--states hybrid needs --data"),
+        (["--data", "D", "--batch-tokens", "3"], "--batch-tokens 3: at least 16"),
+        (["--data", "D", "--ttt", "0"], "--ttt 0: at least 1"),
+        (["--data", "D"], "no training data there"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    target = train_data.target(tmp_path)
+    code, text = call("eagle3", "-m", str(target), "-o", str(tmp_path / "out"), *arguments)
+    assert code == 2
+    assert says in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_group_wants_a_kind_or_a_look() -> None:
+    assert "give a kind to train" in call("--preflight")[1]
+    assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]
+    assert call("eagle4")[0] == 2
