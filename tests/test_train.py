@@ -80,7 +80,8 @@ def test_a_tiny_head_learns_the_rule(trained: Path) -> None:
     # a draft that knew nothing would be right once in 40 tokens
     assert found[-1]["tokens_per_verify"] > 1.8
     assert set(found[-1]["by_source"]) == {"letters", "numbers"}
-    assert found[-1]["by_n_max"]["1"] < found[-1]["by_n_max"]["3"]
+    assert found[-1]["by_n_max"]["1"] < found[-1]["by_n_max"]["3"] == found[-1]["tokens_per_verify"]
+    assert all(s["by_n_max"]["3"] == s["tokens_per_verify"] for s in found[-1]["by_source"].values())
     best = max(f["tokens_per_verify"] for f in found)
     config = SpeculatorConfig.load(trained / "best")
     assert config.provenance["evaluation"]["tokens_per_verify"] == best

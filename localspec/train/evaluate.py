@@ -84,7 +84,7 @@ class Report:
 
     n_max: int
     total: dict[int, Walk]
-    by_source: dict[str, Walk]  # at n_max
+    by_source: dict[str, dict[int, Walk]]
 
     @property
     def score(self) -> float:
@@ -92,12 +92,12 @@ class Report:
         return self.total[self.n_max].tokens_per_verify
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "n_max": self.n_max,
-            **self.total[self.n_max].as_json(),
-            "by_n_max": {str(n): round(w.tokens_per_verify, 4) for n, w in self.total.items()},
-            "by_source": {source: w.as_json() for source, w in sorted(self.by_source.items())},
-        }
+        by_source = {source: self._one(walks) for source, walks in sorted(self.by_source.items())}
+        return {"n_max": self.n_max, **self._one(self.total), "by_source": by_source}
+
+    def _one(self, walks: dict[int, Walk]) -> dict[str, Any]:
+        by_n_max = {str(n): round(w.tokens_per_verify, 4) for n, w in walks.items()}
+        return {**walks[self.n_max].as_json(), "by_n_max": by_n_max}
 
 
 def choose(shards: Shards | Memory, samples: list[int], n_tokens: int) -> list[int]:
@@ -122,12 +122,11 @@ def choose(shards: Shards | Memory, samples: list[int], n_tokens: int) -> list[i
 def evaluate(model: Speculator, batches: Iterable[Batch], n_max: int) -> Report:
     """Roll the draft out along these batches."""
     total = {n: Walk() for n in range(1, n_max + 1)}
-    by_source: dict[str, Walk] = {}
+    by_source: dict[str, dict[int, Walk]] = {}
     for batch in batches:
         rollout = model.rollout(batch, n_max)
         for n in total:
             for source, found in walks(batch, rollout, n):
                 total[n].add(found)
-                if n == n_max:
-                    by_source.setdefault(source, Walk()).add(found)
+                by_source.setdefault(source, {k: Walk() for k in total})[n].add(found)
     return Report(n_max, total, by_source)
