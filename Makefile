@@ -8,13 +8,16 @@ NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
 N      ?= 200
+# For demo-draft: more prompts (JSONL), and where data and checkpoints stay between runs.
+PROMPTS ?= $(wildcard ../shared/prompts/train.jsonl)
+WORK    ?= $(HOME)/.cache/localspec/demo-draft
 IN     ?=
 CKPT   ?=
 OUT    ?=
 QUANT  ?=
 ARGS   ?=
 
-.PHONY: help setup demo test lint bench convert clean
+.PHONY: help setup demo demo-draft test lint bench convert clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,8 +43,20 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 
 setup: $(VENV)/.installed ## install localspec into .venv
 
-demo: setup ## write a text with the default model and show what drafting gave
+$(VENV)/.installed-train: $(VENV)/.installed
+	$(PIP) install -q -e '.[train]'
+	@touch $@
+
+demo: setup ## write a text with the default pair, then measure it against plain decoding
 	$(BIN)/localspec run --temp 0 -n $(N) -p "$(PROMPT)" $(ARGS)
+	$(BIN)/localspec bench --limit 3 -n 128 $(ARGS)
+
+demo-draft: $(VENV)/.installed-train ## make the default model's draft again: hours; a stopped run goes on
+	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 -s 1)
+	$(BIN)/localspec data -o "$(WORK)/data" --self 1500 -s 1
+	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens 2100000 -s 1
+	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run"
+	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0
 
 test: $(VENV)/.installed-test ## install what the tests need and run them all
 	$(BIN)/python -m pytest $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import stat
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from tests.conftest import Cli
 if sys.platform == "win32":
     pytest.skip("needs pseudo-terminals", allow_module_level=True)
 
+import termios
+
 from tests.terminal import Terminal
 
 LONG = "Tell me a long story about a cat."
@@ -27,7 +30,7 @@ COLOURS = re.compile(rb"\x1b\[[0-9;]*\b(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[0-9;
 def chat(
     model: Path, cli_env: dict[str, str], tmp_path: Path, *args: str, columns: int = 80, rows: int = 24, **env: str
 ) -> Iterator[Terminal]:
-    options = ("--temp", "0", "-t", "1", *args)
+    options = ("--temp", "0", "-t", "1", "--spec-type", "ngram", *args)
     terminal = Terminal(
         "chat", "--target", model, *options, env=cli_env | env, cwd=tmp_path, columns=columns, rows=rows
     )  # fmt: skip
@@ -161,6 +164,21 @@ def test_a_dumb_terminal(smollm2: Path, cli_env: dict[str, str], tmp_path: Path)
         assert b"\x1b" not in terminal.raw
 
 
+def test_sigterm_gives_the_terminal_back(smollm2: Path, cli_env: dict[str, str], tmp_path: Path) -> None:
+    with chat(smollm2, cli_env, tmp_path) as terminal:
+        before = termios.tcgetattr(terminal.process.child_fd)[3]
+        assert before & termios.ECHO
+        terminal.until(terminal.at_prompt)
+        assert not termios.tcgetattr(terminal.process.child_fd)[3] & termios.ECHO
+        terminal.process.kill(signal.SIGTERM)
+        while terminal.pump():
+            pass
+        assert termios.tcgetattr(terminal.process.child_fd)[3] == before
+        terminal.process.wait()
+        assert terminal.process.exitstatus == 143
+        assert "Traceback" not in terminal.text
+
+
 def test_piped_input(cli: Cli, default_cache: Path) -> None:
     lines = "Say hello.\n\n/draft off\nSay\\\ngoodbye.\n/nonsense\n/stats"  # no newline at the end
     done = cli("chat", "-n", "8", "-t", "1", input=lines, env={"LOCALSPEC_CACHE": str(default_cache), "TERM": "xterm"})
@@ -168,7 +186,7 @@ def test_piped_input(cli: Cli, default_cache: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert done.stderr.count("tok/s") == 2
     assert "using the default model" in done.stderr
-    assert "drafting is off (drafter ngram)" in done.stdout
+    assert "drafting is off (drafter eagle3)" in done.stdout
     assert "localspec: unknown command /nonsense" in done.stderr
     assert "2 exchanges" in done.stdout
     assert "Traceback" not in done.stderr

@@ -16,8 +16,10 @@ LAYERS = [
     ["library_file", "native", "gguf_format", "llama_arch", "gguf_guards", "gguf_file", "speculator"],
     ["tokenizer"],
     ["model"],
-    ["template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch"]
-    + ["prompts", "taps"],
+    [
+        "template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch",
+        "prompts", "shipped", "taps",
+    ],
     ["eagle3_net", "target"],
     ["drafters", "data"],
     ["engine"],

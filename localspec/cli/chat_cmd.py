@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -46,12 +48,17 @@ def chat_cmd(n_predict: int, system: str | None, plain: bool, **options: Any) ->
     try:
         chat = Chat(loaded.engine, sampling, system, None if n_predict == -1 else n_predict)
         screen = open_screen(_history_file, COMMAND_NAMES, plain)
+        signal.signal(signal.SIGTERM, _leave)  # through the screen, which gives the terminal back as it was
         _begin(loaded, chat, screen)
         failed = _talk(chat, screen)
     finally:
         loaded.close()
     if failed and not sys.stdin.isatty():
         raise click.exceptions.Exit(2)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _begin(loaded: Loaded, chat: Chat, screen: Screen) -> None:

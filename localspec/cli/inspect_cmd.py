@@ -20,6 +20,7 @@ from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
 from localspec.pairing import can_roll_back, check_pair, drafter_for
+from localspec.shipped import shipped_draft
 from localspec.speculator import SpeculatorConfig
 
 PROMPT = "Write a haiku about rain."
@@ -55,7 +56,7 @@ Rows = list[tuple[str, str]]
 def inspect_cmd(
     target: str, draft: str | None, n_ctx: int, type_k: str, type_v: str, kernels: str, as_json: bool
 ) -> None:
-    """Say what GGUF files are, and whether DRAFT can draft for TARGET.
+    """Say what GGUF files are, and whether DRAFT can draft for TARGET (left out: the draft of ours, if there is one).
 
     Reads the files only; nothing is loaded. Exit code 2 if a file can't be used or the pair doesn't fit.
     """
@@ -163,6 +164,8 @@ def inspect_files(
     target = GGUFFile.open(target_path, "target" if draft_path else "model")
     require_model(target)
     draft = None
+    if draft_path is None and target.architecture not in DRAFT_HEADS:
+        draft_path = shipped_draft(target)
     if draft_path is not None:
         draft = GGUFFile.open(draft_path, "draft")
         require_model(draft)

@@ -17,6 +17,7 @@ from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
 from localspec.pairing import drafter_for
+from localspec.shipped import shipped_draft
 from localspec.target import TargetSession
 
 #: llama.cpp's --spec-type -> our drafter of the same kind
@@ -57,6 +58,11 @@ def target_path(choice: ModelChoice) -> Path:
         return _from_hub(choice.hf, "target")
     if choice.target:
         return Path(choice.target)
+    return default_target()
+
+
+def default_target() -> Path:
+    """The default model, for a command that was given no --target; says so."""
     path = fetched_default_model()
     say(f"no --target given, using the default model {path.name}")
     return path
@@ -126,12 +132,23 @@ def open_engine(choice: ModelChoice) -> Loaded:
     draft = draft_path(choice)
     name = drafter_name(choice, draft)
     target = target_path(choice)
+    if choice.spec_type == "auto" and draft is None and choice.n_max > 0:
+        draft, name = _own_draft(target, name)
     with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name)
     if interrupted():
         loaded.close()
         raise KeyboardInterrupt
     return loaded
+
+
+def _own_draft(target: Path, otherwise: str) -> tuple[Path | None, str]:
+    """(file, drafter) of the draft that comes with localspec for this target; (None, otherwise) where there is none."""
+    draft = shipped_draft(GGUFFile.open(target, "target"))
+    if draft is None:
+        return None, otherwise
+    say(f"drafting with {draft.name}, which comes with localspec (--spec-type none: no drafting)")
+    return draft, drafter_for(GGUFFile.open(draft, "draft"))
 
 
 def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from localspec.cli.loading import say
+from localspec.cli.loading import default_target, say
 from localspec.errors import UsageError
 from localspec.train import need_torch
 
@@ -62,7 +62,7 @@ class _Kinds(click.Group):
 def _command(name: str) -> click.Command:
     kind = models.find(name)
     files: list[click.Parameter] = [
-        click.Option(["-m", "--target"], required=True, metavar="FILE", help="The target (GGUF) that made the data."),
+        click.Option(["-m", "--target"], metavar="FILE", help="The target (GGUF) that made the data. [the default model]"),
         click.Option(["--data"], metavar="DIR", help="Shards of localspec data."),
         click.Option(["-o", "--output"], required=True, metavar="DIR", help="Where the run goes, or goes on."),
         click.Option(["--eval-data"], metavar="DIR", help="Evaluate on these shards, not on prompts held out."),
@@ -130,7 +130,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
     own = {f.name for f in dataclasses.fields(cls)}
     run = loop.Run(
         method=name,
-        target=Path(paths["target"]),
+        target=Path(paths["target"]) if paths["target"] is not None else default_target(),
         data=Path(paths["data"]) if paths["data"] else None,
         out=Path(paths["output"]),
         settings=from_dict(TrainSettings, {k: v for k, v in values.items() if k not in own}, "train"),

@@ -14,8 +14,8 @@ from localspec.errors import LocalspecError, TrainError
 from localspec.gguf_file import GGUFFile
 from localspec.pairing import can_roll_back
 
-#: A small draft step's own time beside its weights', in milliseconds (threads waking, sampling).
-STEP_OVERHEAD = 0.3
+#: A small draft step's own time beside its weights', in milliseconds: on native/draft it is little (docs/LOG.md).
+STEP_OVERHEAD = 0.05
 #: Bytes a quantised weight takes (Q8_0), and what each parameter takes in checkpoints: exported twice over in `last` and
 #: `best`, and once with its optimiser's state, and the one being written beside the one there.
 QUANTISED, ON_DISK = 1.06, 40

@@ -97,7 +97,8 @@ def main() -> None:
             r = min(results, key=lambda one: float(one["load_ms"]))
             print(
                 f"  {kernels:<10} {'mmap' if use_mmap else 'no mmap':<8} load {r['load_ms']:6.0f} ms "
-                f"({r['cpu_ms']:.0f} of CPU)   {r['total']:6.0f} MiB ({r['anonymous']:.0f} + {r['files']:.0f} of files), {r['left']:.0f} left",
+                f"({r['cpu_ms']:.0f} of CPU)   {r['total']:6.0f} MiB "
+                f"({r['anonymous']:.0f} + {r['files']:.0f} of files), {r['left']:.0f} left",
                 flush=True,
             )
 
