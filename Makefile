@@ -6,6 +6,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # What the native parts are built from; a change rebuilds them.
 NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 
+# For training; TORCH=torch takes the newest. This one exists as a build for the CPU alone where an index has such builds.
+TORCH  ?= torch==2.13.0
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
 N      ?= 200
 # For demo-draft: more prompts (JSONL), and where data and checkpoints stay between runs.
@@ -35,6 +37,7 @@ $(VENV)/.installed: $(BIN)/python $(NATIVE)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install -q -e '.[test]'
+	$(PIP) install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
@@ -44,7 +47,7 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 setup: $(VENV)/.installed ## install localspec into .venv
 
 $(VENV)/.installed-train: $(VENV)/.installed
-	$(PIP) install -q -e '.[train]'
+	$(PIP) install -q -e '.[train]' "$(TORCH)"
 	@touch $@
 
 demo: setup ## write a text with the default pair, then measure it against plain decoding
@@ -70,7 +73,7 @@ bench: setup ## plain against speculative decoding, default model (ARGS="--targe
 
 convert: setup ## export to GGUF: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0, or IN=model.gguf OUT=small.gguf
 	@test -n "$(IN)$(CKPT)" -a -n "$(OUT)" || { echo "usage: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0 (or IN=model.gguf OUT=small.gguf QUANT=Q4_0)" >&2; exit 2; }
-	@test -z "$(CKPT)" || $(PIP) show -q torch 2>/dev/null || $(PIP) install -q -e '.[train]'
+	@test -z "$(CKPT)" || $(PIP) show -q torch 2>/dev/null || $(PIP) install -q -e '.[train]' "$(TORCH)"
 	$(BIN)/localspec convert "$(or $(CKPT),$(IN))" -o "$(OUT)" $(if $(QUANT),--quant $(QUANT)) $(ARGS)
 
 clean: ## remove what was built here (caches of models stay)
