@@ -14,6 +14,8 @@ from typing import Protocol
 
 #: llama.cpp's default of --spec-draft-n-max
 DEFAULT_N_MAX = 3
+#: A step that takes so many times the median was interrupted; blocks of different lengths differ by less.
+_STALLED = 2.0
 
 
 class Controller(Protocol):
@@ -92,7 +94,9 @@ class Gate:
 
     def _judge(self) -> None:
         gained = sum(n for n, _ in self._drafted)
-        cost = sum(s for _, s in self._drafted) / max(1, gained)
+        # A step that the system interrupted says nothing about drafting, just as the median of the plain ones forgets it.
+        most = _STALLED * statistics.median(s for _, s in self._drafted)
+        cost = sum(min(s, most) for _, s in self._drafted) / max(1, gained)
         if cost > statistics.median(self._plain):
             self._closed_for = self._next_pause
             self._next_pause = min(2 * self._next_pause, self.longest_pause)

@@ -42,6 +42,15 @@ def test_gate_stays_open_where_drafting_pays() -> None:
     assert drafted > 1500
 
 
+def test_steps_that_the_system_interrupted_do_not_close_the_gate() -> None:
+    gate = Gate(3)
+    for i in range(400):
+        asked = gate.choose()
+        stalled = 40.0 if i % 10 == 7 else 1.0
+        gate.record(asked, asked, 3 if asked else 1, stalled * (1.3 if asked else 1.0))
+        assert gate.is_open
+
+
 def test_gate_closes_where_drafting_loses() -> None:
     seconds, _ = simulate(Gate(3), 4000, p=0.05, t_plain=1.0, t_drafted=2.5)
     assert seconds < 1.05 * 4000
