@@ -124,9 +124,29 @@ def test_a_second_writer_goes_on(tmp_path: Path) -> None:
      ({"target": {**TARGET, "file_hash": "ef" * 32}}, "another target")],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_refused(other: dict, words: str, tmp_path: Path) -> None:
-    ShardWriter(tmp_path, manifest())
+    first = ShardWriter(tmp_path, manifest())
+    first.add(sample(), "a#0")
+    first.close()
     with pytest.raises(DataError, match=words):
         ShardWriter(tmp_path, manifest(**other))
+
+
+def test_settings_of_a_call_that_wrote_nothing_do_not_bind(tmp_path: Path) -> None:
+    """A mistyped --taps is mended by the right one, in the same directory."""
+    ShardWriter(tmp_path, manifest(taps=[1, 2, 99])).close()
+    (tmp_path / "shard-00000.safetensors.part").write_bytes(b"half")
+    writer = ShardWriter(tmp_path, manifest())
+    writer.add(sample(), "a#0")
+    writer.close()
+    assert Shards.open(tmp_path).manifest.taps == [1, 2, 3]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_shards_without_a_manifest_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000.safetensors").write_bytes(b"somebody's")
+    with pytest.raises(DataError, match=r"shards but no manifest\.json"):
+        ShardWriter(tmp_path, manifest())
+    assert (tmp_path / "shard-00000.safetensors").read_bytes() == b"somebody's"
 
 
 def test_another_target_is_refused_by_the_reader(tmp_path: Path) -> None:
@@ -182,6 +202,32 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(entries))
     with pytest.raises(DataError, match="is damaged"):
         Shards.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_samples", 2), ("n_samples", "many"), ("n_tokens", -1), ("states", "q5"), ("states", ["q4"]), ("teacher_k", "4"),
+     ("taps", [1.5, 2, 3]), ("taps", 3), ("settings", []), ("shards", {"a": 1}), ("shards", [[]]), ("target", [])],
+)  # fmt: skip
+def test_a_manifest_edited_by_hand_is_damaged(key: str, value: object, tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, manifest())
+    writer.add(sample(), "a#0")
+    writer.close()
+    entries = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(entries | {key: value}))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        Shards.open(tmp_path)
+
+
+def test_a_manifest_that_counts_otherwise_than_its_shard_is_damaged(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, manifest())
+    writer.add(sample(), "a#0")
+    writer.close()
+    entries = json.loads((tmp_path / "manifest.json").read_text())
+    entries["n_samples"] = entries["shards"][0]["n_samples"] = 2
+    (tmp_path / "manifest.json").write_text(json.dumps(entries))
+    with pytest.raises(DataError, match="don't fit together"):
+        Shards.open(tmp_path).lengths()
 
 
 def test_a_full_disk_loses_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from localspec.data import hf, selfmade
+from localspec.data import conversations, hf, selfmade
 from localspec.data.conversations import Conversation, Message, read_conversations
 from localspec.data.mask import Renderer, render
 from localspec.data.selfmade import Known, invent, opening, self_made
@@ -125,6 +125,14 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
         read_conversations(tmp_path / "latin.txt")
 
 
+def test_files_without_an_end_and_of_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 1 << 20)
+    with pytest.raises(UsageError, match="/dev/zero: more than 1 MiB"):
+        read_conversations(Path("/dev/zero"))
+    (tmp_path / "dos.txt").write_bytes(b"the cat\r\n\r\nthe mat\r\n")
+    assert [c.messages[0].content for c in read_conversations(tmp_path / "dos.txt")] == ["the cat", "the mat"]
+
+
 def test_the_file_of_a_dataset_is_chosen() -> None:
     names = ["README.md", "data/train.jsonl", "data/test.jsonl", "config.json"]
     assert hf._choose(names, "hf://a/b") == "data/train.jsonl"
@@ -148,7 +156,7 @@ def test_datasets_of_the_hub(path: Path, cli: Cli) -> None:
             ("hf://me/mine/train.jsonl", "2 samples"),
             ("hf://me/mine/test.jsonl", "has no such file"),
             ("hf://me/none", "does not exist, or is private"),
-            ("hf://me/table", "pip install pyarrow"),
+            ("hf://me/table", "Parquet file"),  # damaged; or pyarrow is missing
         ):
             done = cli(*common, "-f", address, env=env)
             assert words in done.stderr, (address, done.stderr)
@@ -276,8 +284,30 @@ def test_invented_prompts_are_kept_and_gone_on_with(
         with pytest.raises(DataError, match=r"prompts-self\.jsonl can't be read"):
             self_made(session, tmp_path / "other", 6, 0, lambda: False)
         monkeypatch.setattr(selfmade, "invent", lambda *_: ((n, "What is it?") for n in count(100)))
-        with pytest.raises(UsageError, match="repeats itself after 7 prompts"):
+        with pytest.raises(UsageError, match="after 7 prompts it repeats itself"):
             self_made(session, tmp_path, 20, 0, lambda: False)
+
+
+def test_a_model_that_never_ends_invents_nothing(model: Model) -> None:
+    """Its attempts are given, empty, so that the caller can give up."""
+    before = model.tokenizer.eog.copy()
+    model.tokenizer.eog[:] = 0
+    try:
+        with TargetSession(model, SessionSettings(n_ctx=64, n_sequences=4)) as session:
+            assert list(islice(invent(session, 0, 0, lambda: False), 8)) == [(number, "") for number in range(8)]
+    finally:
+        model.tokenizer.eog[:] = before
+
+
+def test_invented_prompts_may_hold_any_character(model: Model, tmp_path: Path) -> None:
+    """U+2028 and others end a line for Python, not for JSON Lines."""
+    text = "What is a line\u2028or\x85a\x0bpage?"
+    (tmp_path / "prompts-self.jsonl").write_text(
+        json.dumps({"source": "self", "prompt": text, "number": 0}, ensure_ascii=False) + "\n"
+    )
+    with TargetSession(model, SessionSettings(n_ctx=64)) as session:
+        (found,) = self_made(session, tmp_path, 1, 0, lambda: False)
+    assert found.messages[0].content == text
 
 
 def test_a_base_model_cannot_invent_prompts(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from localspec.errors import UsageError
 
+#: Larger files of prompts are mistakes, or have no end (/dev/zero).
+MAX_FILE_BYTES = 2 << 30
 #: ShareGPT's names of who speaks, and others that are met.
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
           "model": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
@@ -61,7 +63,11 @@ def read_conversations(path: Path, raw: bool = False) -> list[Conversation]:
     Raises UsageError that names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: more than {MAX_FILE_BYTES >> 20} MiB; give smaller files of prompts")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:

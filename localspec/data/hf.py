@@ -57,7 +57,10 @@ def _read_parquet(path: Path, raw: bool) -> list[Conversation]:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise FetchError(f"{path.name} is a Parquet file: pip install pyarrow, or name a JSONL file") from None
-    rows = parquet.read_table(path).to_pylist()
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are among them
+        raise FetchError(f"{path.name} is no Parquet file that can be read ({error}); name another file") from None
     return unique((from_entry(row, f"{path.name} row {n}", path.stem, raw) for n, row in enumerate(rows)), path.name)
 
 

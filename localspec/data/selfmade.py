@@ -72,7 +72,7 @@ def opening(session: TargetSession) -> list[int]:
 
 def invent(session: TargetSession, seed: int, first: int, stopped: Callable[[], bool]) -> Iterator[tuple[int, str]]:
     """(number, text) of what the model has a user say, endlessly, every sequence of the session writing. Attempts are
-    numbered from `first`; each depends on seed and number alone. Those that don't end in good time are left out."""
+    numbered from `first`; each depends on seed and number alone. Of one that doesn't end in good time the text is empty."""
     tokenizer, start = session.model.tokenizer, opening(session)
     n_slots = session.settings.n_sequences
     most = min(_MOST_TOKENS, session.n_ctx - len(start))
@@ -94,8 +94,7 @@ def invent(session: TargetSession, seed: int, first: int, stopped: Callable[[], 
             ended = bool(tokenizer.eog[token])
             if not ended and len(text) - len(start) < most:
                 continue
-            if ended:
-                yield numbers[seq], tokenizer.decode(text[len(start) : -1], special=True).strip()
+            yield numbers[seq], tokenizer.decode(text[len(start) : -1], special=True).strip() if ended else ""
             numbers[seq], texts[seq] = following, list(start)
             following += 1
             session.rollback(seq, len(start) - 1)
@@ -131,7 +130,8 @@ def self_made(
                 break
             if number - last_new > 2000:
                 raise UsageError(
-                    f"{session.model.path}: it repeats itself after {len(entries)} prompts: ask for fewer with --self"
+                    f"{session.model.path}: after {len(entries)} prompts it repeats itself, or comes to no end: ask for "
+                    "fewer with --self, or give --prompts"
                 )
         _save(path, entries)
         for seq in range(session.settings.n_sequences):
@@ -143,7 +143,7 @@ def _load(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        entries = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
         return [{"source": SOURCE, "prompt": str(e["prompt"]), "number": int(e["number"])} for e in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} can't be read ({error}): delete it, and the prompts are invented again") from None

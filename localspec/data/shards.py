@@ -79,7 +79,7 @@ class Manifest:
     def with_shard(self, shard: dict[str, Any]) -> Manifest:
         """This one and a shard more."""
         values = {f: getattr(self, f) for f in self.__dataclass_fields__}
-        for name in ("n_samples", "n_tokens", "n_masked"):
+        for name in _COUNTS:
             values[name] += shard[name]
         return Manifest(**values | {"shards": [*self.shards, shard]})
 
@@ -101,12 +101,37 @@ class Manifest:
             raise DataError(f"{path}: not training data of format {FORMAT}: make it again with this localspec")
         try:
             manifest = cls(**entries)
-            manifest.identity  # noqa: B018 (it must be whole, too)
-            for shard in manifest.shards:
-                shard["file"], shard["sha256"], shard["n_samples"], shard["n_tokens"], shard["n_masked"]
-        except (TypeError, KeyError) as error:
+            manifest._check()
+        except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}): make the data again") from None
         return manifest
+
+    def _check(self) -> None:
+        """Raise one of Python's own errors where a value can't be what was written."""
+        identity = self.identity
+        for name, value in (asdict(identity) | {"file_hash": self.target["file_hash"], "states": self.states}).items():
+            if not isinstance(value, int if name.startswith("n_") else str):
+                raise ValueError(f"{name} is {value!r}")
+        if self.states not in codec.PRECISIONS:
+            raise ValueError(f"states are {self.states!r}")
+        self.settings.get("target_file")
+        sums = dict.fromkeys(_COUNTS, 0)
+        for shard in self.shards:
+            if not shard["file"].endswith(".safetensors") or not isinstance(shard["sha256"], str):
+                raise ValueError("a shard has no name or no checksum")
+            for name in (*_COUNTS, "n_bytes"):
+                if not isinstance(shard[name], int) or shard[name] < 1:
+                    raise ValueError(f"a shard's {name} is {shard[name]!r}")
+            sums = {name: sums[name] + shard[name] for name in _COUNTS}
+        for name, value in sums.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not {value} as its shards say")
+        for value in (*self.taps, self.teacher_k):
+            if not isinstance(value, int):
+                raise ValueError(f"taps or teacher_k are {value!r}")
+
+
+_COUNTS = ("n_samples", "n_tokens", "n_masked")
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -200,13 +225,14 @@ class Shards:
                 raise DataError(f"{path} is damaged (its checksum is wrong): make the data again")
 
     def _map(self, number: int) -> _Shard:
-        return _Shard(self.folder / str(self.manifest.shards[number]["file"]), self.manifest)
+        entry = self.manifest.shards[number]
+        return _Shard(self.folder / str(entry["file"]), self.manifest, int(entry["n_samples"]))
 
 
 class _Shard:
     """One file, mapped into memory."""
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: Manifest, n_samples: int):
         self.manifest = manifest
         self.arrays, metadata = map_safetensors(path)
         try:
@@ -216,7 +242,7 @@ class _Shard:
             mask = self.arrays["mask"]
             masked = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
             self.teacher_starts = masked[self.starts]
-            if not len(self.sources) == len(self.keys) == len(self.starts) - 1 or self.starts[-1] != len(mask):
+            if not len(self.sources) == len(self.keys) == len(self.starts) - 1 == n_samples or self.starts[-1] != len(mask):
                 raise ValueError("its parts don't fit together")
             whole = self.arrays.get({"f16": "taps.half", "none": ""}.get(manifest.states, "taps.whole"))
             shape = (len(manifest.taps), int(manifest.target["n_embd"]))

@@ -34,14 +34,20 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder / ".lock")
         self.manifest = self._resumed(manifest)
+        self._tidy()
         self.done: set[str] = set(Shards(self.folder, self.manifest).keys())
         self._clear()
 
     def _resumed(self, wanted: Manifest) -> Manifest:
         if not (self.folder / MANIFEST).exists():
+            if any(self.folder.glob("shard-*.safetensors")):
+                raise DataError(f"{self.folder} holds shards but no {MANIFEST}: give another directory, or delete them")
             wanted.save(self.folder)
             return wanted
         found = Manifest.load(self.folder)
+        if not found.shards:  # nothing that other settings could spoil: of a call that failed, or was killed at once
+            wanted.save(self.folder)
+            return wanted
         if found.target["file_hash"] != wanted.target["file_hash"]:
             raise DataError(
                 f"{self.folder} holds data of another target, {found.target['name']} (file hash "
@@ -52,11 +58,14 @@ class ShardWriter:
             if mine != theirs:
                 raise DataError(f"{self.folder} was begun with {flag} {_shown(theirs)}, not {_shown(mine)}: give that, or "
                                 "another directory")  # fmt: skip
-        named = {str(shard["file"]) for shard in found.shards}
-        for path in self.folder.glob("shard-*.safetensors*"):  # what a killed run left behind
+        return found
+
+    def _tidy(self) -> None:
+        """Remove what a killed run left behind."""
+        named = {str(shard["file"]) for shard in self.manifest.shards}
+        for path in self.folder.glob("shard-*.safetensors*"):
             if path.name not in named:
                 path.unlink()
-        return found
 
     def _clear(self) -> None:
         self._tokens: list[npt.NDArray[np.int32]] = []
