@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,41 @@ def test_a_run_cut_between_two_checkpoints_drops_what_comes_again(place: Path, w
     assert losses(out) == losses(whole)
 
 
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def without(name: str) -> Any:
+    def change(path: Path) -> None:
+        state = torch.load(path)
+        del state[name]
+        torch.save(state, path)
+
+    return change
+
+
+def one_optimizer_fewer(path: Path) -> None:
+    state = torch.load(path)
+    torch.save(state | {"optimizers": state["optimizers"][:1]}, path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, cut_short, without("step"), without("model"), one_optimizer_fewer,
+     lambda path: path.write_bytes(b""), lambda path: path.write_text("hello"),
+     lambda path: torch.save([1], path), lambda path: path.write_bytes(b"\x80\x04cposix\nsystem\n.")],
+)  # fmt: skip
+def test_a_damaged_state_of_the_trainer_is_named(place: Path, whole: Path, tmp_path: Path, damage: Any) -> None:
+    """Whatever is wrong with it: an error, and nothing of the run is touched."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    damage(out / "last" / "trainer.pt")
+    before = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrainError, match=r"trainer\.pt can't be read \(.+\): delete .* to begin again"):
+        go(make_run(place, out))
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
 def interrupt_at(step: int) -> Any:
     def show(line: dict[str, Any]) -> None:
         if line["step"] == step:
@@ -305,9 +341,24 @@ def test_a_run_without_what_it_needs_says_so(place: Path, tmp_path: Path) -> Non
         go(make_run(place, tmp_path / "c", held_out=0.0))
     with pytest.raises(TrainError, match="no sample is left"):
         go(make_run(place, tmp_path / "d", held_out=1.0))
+    with pytest.raises(TrainError, match="--window 2: a chain of --ttt 3 steps would see nothing"):
+        go(make_run(place, tmp_path / "w", replace(OWN, window=2)))
     with pytest.raises(TrainError, match="no speculator is called 'eagle4'"):
         go(replace(make_run(place, tmp_path / "e"), method="eagle4"))
-    assert not any((tmp_path / name).exists() for name in "abcde")
+    assert not any((tmp_path / name).exists() for name in "abcdew")
+
+
+def test_samples_that_are_cut_before_anything_counts(place: Path, trained: Path, tmp_path: Path) -> None:
+    """Their prompts are longer than --max-len: a batch of such is passed over, an evaluation of nothing is an error."""
+    model, samples = taken(place, trained / "best", OWN)
+    batch = model.batch(samples, 8, torch.float32)
+    assert not batch.mask.any()
+    parts = model.loss(batch)
+    parts.loss.backward()
+    assert (float(parts.loss.detach()), parts.n_rows) == (0.0, 0)
+    assert len(model.rollout(batch, 3).accepted) == 0
+    with pytest.raises(TrainError, match="or begin after --max-len 8"):
+        go(make_run(place, tmp_path / "cut", max_len=8, steps=1))
 
 
 @pytest.mark.parametrize(("change", "says"), [({"optimizer": "sgd"}, "muon, adamw"), ({"batch_tokens": 0}, "at least 16"),
@@ -411,6 +462,12 @@ def test_a_picture_is_drawn(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install matplotlib")
     metrics.plot(trained, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_damaged_lines_of_a_curve_are_left_out(tmp_path: Path) -> None:
+    lines = b'{"step": 1, "loss": 2.0}\n[1]\n{"step": "x"}\n\xff\xfe\n\0\0\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    assert losses(tmp_path) == [2.0, 1.0]
 
 
 def test_tensorboard_gets_the_curves(trained: Path) -> None:

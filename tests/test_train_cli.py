@@ -50,6 +50,12 @@ def test_every_setting_is_an_option_with_its_default() -> None:
         (["--states", "hybrid", "--prompts", "P"], "--states hybrid needs --data"),
         (["--data", "D", "--batch-tokens", "3"], "--batch-tokens 3: at least 16"),
         (["--data", "D", "--ttt", "0"], "--ttt 0: at least 1"),
+        (["--data", "D", "--ttt", "65"], "--ttt 65: at most 64"),
+        (["--data", "D", "--epochs", "inf"], "--epochs inf: at most"),
+        (["--data", "D", "--seed", "-1"], "--seed -1: at least 0"),
+        (["--data", "D", "--seed", str(1 << 64)], f"--seed {1 << 64}: at most"),
+        (["--data", "D", "--threads", "100000"], "--threads 100000: at most 512"),
+        (["--data", "D", "--noise", "inf"], "--noise inf: give a number"),
         (["--data", "D"], "no training data there"),
     ],
 )
@@ -59,6 +65,16 @@ def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, arguments: list[st
     assert code == 2
     assert says in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("picture", [".", "nowhere/run.png"])
+def test_a_picture_that_cannot_be_written_is_said_before_the_run(
+    tmp_path: Path, picture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    code, text = call("eagle3", "-m", "none.gguf", "-o", "out", "--data", "D", "--plot", picture)
+    assert (code, f"--plot {picture}: name a file" in text) == (2, True)
 
 
 def test_the_group_wants_a_kind_or_a_look() -> None:

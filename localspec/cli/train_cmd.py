@@ -124,7 +124,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
     live = _live({n: values.pop(n) for n in ("states", "prompts", "answers", "temp", "max_tokens")}, values["data"])
     picture, only_look = values.pop("plot"), values.pop("preflight")
     if picture is not None:
-        metrics.need_plot()
+        metrics.need_plot(Path(picture))
     paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
     cls = models.find(name).Settings
     own = {f.name for f in dataclasses.fields(cls)}

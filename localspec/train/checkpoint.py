@@ -65,10 +65,19 @@ def settled(folder: Path) -> Path | None:
 def load_trainer(folder: Path, device: torch.device) -> dict[str, Any]:
     """What `save` was given as `trainer`. Raises TrainError."""
     try:
-        state: dict[str, Any] = torch.load(folder / TRAINER, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise TrainError(f"{folder / TRAINER} can't be read ({error}): delete {folder} to begin again") from None
+        state = torch.load(folder / TRAINER, map_location=device, weights_only=True)
+    except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
+        raise damaged(folder, error) from None
+    if not isinstance(state, dict):
+        raise damaged(folder, f"it holds a {type(state).__name__}")
     return state
+
+
+def damaged(folder: Path, reason: object) -> TrainError:
+    """The error about a checkpoint from which a run can't go on."""
+    first = (str(reason).strip() or type(reason).__name__).split("\n")[0][:200]  # torch adds paragraphs of advice
+    return TrainError(f"{folder / TRAINER} can't be read ({first}): delete {folder} to begin again, with --init "
+                      f"{folder.parent} to keep the best weights")  # fmt: skip
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

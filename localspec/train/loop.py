@@ -141,19 +141,27 @@ class _Trainer:
                 checkpoint.write_json(self.setup.out / RUN, resolved)
             return
         state = checkpoint.load_trainer(last, self.device)
-        _same_settings(state["run"], resolved, self.setup.out)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        self.step, self.epoch, self.at, self.n_tokens = (state[n] for n in ("step", "epoch", "at", "n_tokens"))
-        self.best, self.best_report = state["best"], state["best_report"]
+        try:
+            n_samples = self._restore(state, resolved)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise checkpoint.damaged(last, error) from None
         grown = ""
-        if state["n_samples"] != len(self.feed.shards):
+        if n_samples != len(self.feed.shards):
             self.epoch, self.at = self.epoch + bool(self.at), 0
-            counted = f"{state['n_samples']} samples then, {len(self.feed.shards)} now"
+            counted = f"{n_samples} samples then, {len(self.feed.shards)} now"
             grown = f"; the data has changed ({counted}): a new epoch begins"
         self.total = self._total()
         self.say(f"going on after step {self.step}{grown}")
+
+    def _restore(self, state: dict[str, Any], resolved: dict[str, Any]) -> int:
+        """Take up a checkpoint's state, of any kind of damage; returns how many samples there were."""
+        _same_settings(state["run"], resolved, self.setup.out)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.epoch, self.at, self.n_tokens = (int(state[n]) for n in ("step", "epoch", "at", "n_tokens"))
+        self.best, self.best_report = float(state["best"]), state["best_report"]
+        return int(state["n_samples"])
 
     def _total(self) -> int:
         """Steps that there will be, those done included."""
@@ -295,6 +303,9 @@ class _Trainer:
         report = None
         if self.world.first:
             report = evaluate.evaluate(self.model, self._held_out(), self.model.depth)
+            if not report.total[report.n_max].verifies:
+                raise TrainError("nothing can be drafted in the samples held out: their answers are too short, or begin "
+                                 f"after --max-len {self.settings.max_len}")  # fmt: skip
             self._tell({"step": self.step, "eval": report.as_json()})
             if report.score > self.best:
                 self.best, self.best_report = report.score, report.as_json()

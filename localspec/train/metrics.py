@@ -19,38 +19,51 @@ class Metrics:
     killed after its last checkpoint, are dropped: they come again."""
 
     def __init__(self, folder: Path, step: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        kept = [line for line in read(path) if line.get("step", 0) <= step] if path.exists() and step else []
+        path = self._path = folder / FILE
+        kept = [line for line in read(path) if line["step"] <= step] if path.exists() and step else []
         part = path.with_name(FILE + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-        os.replace(part, path)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+            os.replace(part, path)
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._refused(error) from None
         self._board = _board(folder, step)
 
+    def _refused(self, error: OSError) -> TrainError:
+        return TrainError(f"{self._path} can't be written: {error.strerror or error}; the last checkpoint is safe")
+
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Add a line. Raises TrainError where the disk refuses."""
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from None
         if self._board is not None:
             for name, value in _scalars(line):
                 self._board.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was said
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """A run's lines; a last one cut off by a kill is left out. Raises TrainError where there is no such file."""
+    """A run's lines; one cut off by a kill, or damaged, is left out. Raises TrainError where there is no such file."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8", errors="replace")
     except OSError as error:
         raise TrainError(f"{path} can't be read ({error.strerror}): give a training run's directory") from None
     lines = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                lines.append(found)
     return lines
 
 
@@ -73,17 +86,19 @@ def _board(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
-def need_plot() -> None:
-    """Raise TrainError where pictures can't be drawn: before a run, not after it."""
+def need_plot(picture: Path) -> None:
+    """Raise TrainError where `picture` can't be drawn: before a run, not after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise TrainError("--plot needs matplotlib: pip install matplotlib") from None
+    if not picture.name or picture.is_dir() or not os.access(picture.parent, os.W_OK):
+        raise TrainError(f"--plot {picture}: name a file in a directory that can be written to, such as run.png")
 
 
 def plot(folder: Path, picture: Path) -> None:
     """Draw the run in `folder` as a PNG: loss and, beside it, tokens per verify on held-out prompts by source."""
-    need_plot()
+    need_plot(picture)
     from matplotlib.figure import Figure
 
     lines = read(folder / FILE)

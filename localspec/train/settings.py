@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 from localspec.errors import TrainError
 
 
-def setting(default: Any, text: str, choices: Sequence[str] = (), at_least: float | None = None) -> Any:
+def setting(
+    default: Any, text: str, choices: Sequence[str] = (), at_least: float | None = None, at_most: float | None = None
+) -> Any:
     """A dataclass field that the command line shows as an option: `text` is its help."""
-    return field(default=default, metadata={"help": text, "choices": tuple(choices), "at_least": at_least})
+    limits = {"help": text, "choices": tuple(choices), "at_least": at_least, "at_most": at_most}
+    return field(default=default, metadata=limits)
 
 
 def check(settings: Any) -> None:
@@ -25,6 +29,11 @@ def check(settings: Any) -> None:
         least = limits.get("at_least")
         if least is not None and not value >= least:  # a NaN isn't, either
             raise TrainError(f"{flag} {value}: at least {least:g}")
+        most = limits.get("at_most")
+        if most is not None and not value <= most:
+            raise TrainError(f"{flag} {value}: at most {most:g}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TrainError(f"{flag} {value}: give a number")
 
 
 def from_dict(cls: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -40,7 +49,7 @@ def from_dict(cls: Any, values: Mapping[str, Any], where: str) -> Any:
 class TrainSettings:
     """Of the loop, whatever it trains."""
 
-    epochs: float = setting(3.0, "Passes over the data.", at_least=0)
+    epochs: float = setting(3.0, "Passes over the data.", at_least=0, at_most=10_000)
     steps: int = setting(0, "Optimiser steps, in place of --epochs.", at_least=0)
     batch_tokens: int = setting(8192, "Tokens in a batch.", at_least=16)
     accumulate: int = setting(1, "Batches whose gradients make one step.", at_least=1)
@@ -55,10 +64,10 @@ class TrainSettings:
     eval_every: int = setting(200, "Steps between evaluations.", at_least=1)
     eval_tokens: int = setting(24000, "Tokens of an evaluation, at most.", at_least=1)
     save_every: int = setting(50, "Steps between checkpoints.", at_least=1)
-    seed: int = setting(0, "Of order and initial weights.")
+    seed: int = setting(0, "Of order and initial weights.", at_least=0, at_most=(1 << 63) - 1)
     dtype: str = setting("auto", "Type of activations and matrix products.", ("auto", "bf16", "fp32"))
     device: str = setting("auto", "auto: CUDA or MPS where there are, else the CPU.", ("auto", "cpu", "cuda", "mps"))
-    threads: int = setting(0, "CPU threads; 0: PyTorch's own choice.", at_least=0)
+    threads: int = setting(0, "CPU threads; 0: PyTorch's own choice.", at_least=0, at_most=512)
 
     @property
     def peak_lr(self) -> float:

@@ -38,6 +38,7 @@ from localspec.train.models import DataFacts, LossParts, Rollout
 from localspec.train.settings import setting
 from localspec.train.target_weights import TargetWeights
 
+MAX_TTT = 64  # tokens that --spec-draft-n-max allows
 N_TAPS = 3  # llama.cpp's graph takes exactly so many
 _FIRST_LOGITS = 1.0  # the head's initial logits have about this spread: the target's own would start at a loss of 47
 
@@ -46,7 +47,8 @@ _FIRST_LOGITS = 1.0  # the head's initial logits have about this spread: the tar
 class Settings:
     """Of EAGLE-3 alone."""
 
-    ttt: int = setting(4, "Steps of the training-time test: tokens in a row that it learns to draft.", at_least=1)
+    ttt: int = setting(4, "Steps of the training-time test: tokens in a row that it learns to draft.", at_least=1,
+                       at_most=MAX_TTT)  # fmt: skip
     draft_vocab: int = setting(8192, "Tokens that the draft can say, the most frequent ones; 0: all.", at_least=0)
     n_ff: int = setting(0, "Width of the feed-forward layer; 0: the target's.", at_least=0)
     window: int = setting(1024, "Positions that its attention sees; 0: all.", at_least=0)
@@ -111,6 +113,9 @@ class Model(nn.Module):
     def shape_of(cls, settings: Settings, target: TargetWeights, taps: tuple[int, ...]) -> SpeculatorConfig:
         if len(taps) != N_TAPS:
             raise TrainError(f"EAGLE-3 reads {N_TAPS} taps, the data has {len(taps)}: make it with --taps A,B,C")
+        if 0 < settings.window < settings.ttt:
+            raise TrainError(f"--window {settings.window}: a chain of --ttt {settings.ttt} steps would see nothing of the "
+                             f"text; at least {settings.ttt}, or 0 for all")  # fmt: skip
         identity, gguf = target.identity, target.gguf
         n_head, n_kv = target.layer_int("attention.head_count", 1), target.layer_int("attention.head_count_kv", 1)
         theirs = target.layer_int("feed_forward_length", 4 * identity.n_embd)
@@ -242,6 +247,9 @@ class Model(nn.Module):
         rows = _chain_starts(batch)
         total = torch.zeros((), device=device)
         parts = LossParts(total, len(rows), [], [], [])
+        if not len(rows):  # samples that were cut before anything counts
+            parts.loss = 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+            return parts
         chain: list[tuple[Tensor, Tensor]] = []
         state, pair = known.g, pairs
         index = torch.from_numpy(rows).to(device)
@@ -293,6 +301,8 @@ class Model(nn.Module):
         known, _ = self._known(low, batch, torch.from_numpy(position).to(device))
         rows = _chain_starts(batch)
         accepted = np.zeros(len(rows), np.int64)
+        if not len(rows):
+            return Rollout(rows + 1, accepted)
         end = np.repeat(batch.starts[1:], np.diff(batch.starts))[rows]
         index = torch.from_numpy(rows).to(device)
         state, drafted = known.g[index], batch.tokens[index + 1]
