@@ -75,7 +75,7 @@ def convert(checkpoint: Path, target: Path, output: Path, quant: str = "q8_0", o
         raise UsageError(f"--quant {quant}: unknown for a draft; one of {', '.join((*QUANTS, *MIXED))}")
     gguf = GGUFFile.open(target, "target")
     require_model(gguf, "target")
-    check_output(output, overwrite)
+    check_output(output, overwrite, target, *checkpoint.glob("*"))
     source = Checkpoint.open(checkpoint)
     config = source.config(gguf)
     config.target.require(TargetIdentity.of(gguf), f"the draft in {checkpoint}")

@@ -17,13 +17,14 @@ from localspec.gguf_format import TENSOR_TYPES, StringArray
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 
 
-def check_output(target: Path, overwrite: bool, source: Path | None = None) -> None:
-    """Raise UsageError unless `target` may be written: a new file, or one to be replaced that is not `source`."""
+def check_output(target: Path, overwrite: bool, *sources: Path) -> None:
+    """Raise UsageError unless `target` may be written: a new file, or one to be replaced that is none of `sources`."""
     if not target.name or (target.exists() and not target.is_file()):
         raise UsageError(f"{target}: not a regular file; name the .gguf file to write")
-    same = source is not None and target.exists() and target.samefile(source)
-    if target.exists() and (not overwrite or same):
-        raise UsageError(f"{target} exists: name another file" + ("" if overwrite else " or give --force"))
+    if target.exists() and any(source.exists() and target.samefile(source) for source in sources):
+        raise UsageError(f"{target} is read for this, so it can't be replaced: name another file")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists: name another file or give --force")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such directory")
 

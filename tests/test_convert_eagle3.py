@@ -312,6 +312,11 @@ def test_other_refusals(trained: Path, target: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--quant q3: unknown for a draft"):
         convert(trained, target, tmp_path / "d.gguf", "q3")
     (tmp_path / "there.gguf").touch()
+    kept = {path: path.read_bytes() for path in (target, trained / "model.safetensors")}
+    for path in kept:
+        with pytest.raises(UsageError, match="is read for this"):
+            convert(trained, target, path, overwrite=True)
+    assert kept == {path: path.read_bytes() for path in kept}
     with pytest.raises(UsageError, match="exists"):
         convert(trained, target, tmp_path / "there.gguf")
     with pytest.raises(ModelFileError, match="there is one in"):
@@ -343,6 +348,10 @@ def test_the_command(cli: Cli, trained: Path, target: Path, tmp_path: Path) -> N
     refused = cli("convert", trained, "-o", tmp_path / "e.gguf")
     assert refused.rc == 2
     assert "give that model as --target" in refused.stderr
+    before = draft.read_bytes()
+    refused = cli("convert", trained, "-o", draft, "--target", target, "--data", tmp_path / "nowhere", "--force")
+    assert (refused.rc, "no training data there" in refused.stderr) == (2, True)
+    assert draft.read_bytes() == before  # what it compares on is looked at first
     # a run knows its target, and its best checkpoint
     run = tmp_path / "run"
     run.mkdir()

@@ -94,7 +94,7 @@ def test_refusals(tmp_path: Path, cli: Cli) -> None:
     source = tiny_qwen2(tmp_path / "qwen2.gguf")
     with pytest.raises(UsageError, match="exists"):
         as_llama(source, llama)
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="is read for this"):
         as_llama(source, source, overwrite=True)
     refused = cli("convert", source, "-o", tmp_path / "out.gguf", "--as-llama", "--quant", "q4_0")
     assert (refused.rc, "in a second step" in refused.stderr) == (2, True)

@@ -231,6 +231,15 @@ def test_a_run_cut_between_two_checkpoints_drops_what_comes_again(place: Path, w
     assert losses(out) == losses(whole)
 
 
+def test_a_run_that_another_process_writes_is_left_alone(place: Path, tmp_path: Path) -> None:
+    def meanwhile(_line: dict[str, Any]) -> None:
+        with pytest.raises(DataError, match="another localspec writes there"):
+            go(make_run(place, tmp_path / "out"))
+
+    loop.train(make_run(place, tmp_path / "out", steps=2), lambda _: None, meanwhile)
+    assert len(losses(tmp_path / "out")) == 2
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 

@@ -77,6 +77,13 @@ def test_a_picture_that_cannot_be_written_is_said_before_the_run(
     assert (code, f"--plot {picture}: name a file" in text) == (2, True)
 
 
+def test_a_picture_replaces_no_other_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = train_data.target(tmp_path)
+    code, text = call("eagle3", "-m", str(model), "-o", str(tmp_path / "out"), "--data", "D", "--plot", str(model))
+    assert (code, "that file is no picture" in text) == (2, True)
+
+
 def test_the_group_wants_a_kind_or_a_look() -> None:
     assert "give a kind to train" in call("--preflight")[1]
     assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]

@@ -32,7 +32,7 @@ class ShardWriter:
         self.folder = Path(folder)
         self.shard_tokens = shard_tokens
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder / ".lock")
+        self._lock = locked(self.folder / ".lock")
         self.manifest = self._resumed(manifest)
         self._tidy()
         self.done: set[str] = set(Shards(self.folder, self.manifest).keys())
@@ -158,7 +158,7 @@ class ShardWriter:
         self._clear()
 
 
-def _locked(path: Path) -> IO[bytes]:
+def locked(path: Path) -> IO[bytes]:
     """An open file that holds a lock until it is closed. Raises DataError where another process has it."""
     file = path.open("ab")
     try:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from localspec.data.shards import Shards
+from localspec.data.writer import locked
 from localspec.errors import TrainError
 from localspec.train import batches, checkpoint, evaluate, models, optim, vocab
 from localspec.train.batches import Batch
@@ -77,6 +78,7 @@ class _Trainer:
         self.device = _device(run.settings.device)
         self.dtype = _dtype(run.settings.dtype, self.device)
         self.metrics: Metrics | None = None
+        self._lock: IO[bytes] | None = None
         self.target = TargetWeights(run.target)
         self.kind = models.find(run.method)
         self.feed = Feed(self.target, run.data, run.eval_data, run.live, self.settings, world)
@@ -94,7 +96,7 @@ class _Trainer:
             if world.first:
                 self.metrics = Metrics(run.out, self.step)
         except BaseException:
-            self.feed.close()
+            self.close()
             raise
 
     def _make_model(self) -> None:
@@ -134,6 +136,8 @@ class _Trainer:
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
+        if self.world.first:  # two runs would write over each other's checkpoints
+            self._lock = _only_one(self.setup.out)
         last = checkpoint.settled(self.setup.out / "last")
         resolved = self._resolved()
         if last is None:
@@ -329,6 +333,18 @@ class _Trainer:
         self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _only_one(out: Path) -> IO[bytes]:
+    """The lock of a run's directory, held until it is closed. Raises DataError where another process has it, TrainError
+    where the directory can't be written to."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return locked(out / ".lock")
+    except OSError as error:
+        raise TrainError(f"{out} can't be written to: {error.strerror or error}") from None
 
 
 def tap_rms(shards: Shards | Memory, samples: list[int]) -> Any:

@@ -12,6 +12,7 @@ from typing import IO, Any
 from localspec.errors import TrainError
 
 FILE = "metrics.jsonl"
+_PNG = b"\x89PNG"
 
 
 class Metrics:
@@ -94,6 +95,8 @@ def need_plot(picture: Path) -> None:
         raise TrainError("--plot needs matplotlib: pip install matplotlib") from None
     if not picture.name or picture.is_dir() or not os.access(picture.parent, os.W_OK):
         raise TrainError(f"--plot {picture}: name a file in a directory that can be written to, such as run.png")
+    if picture.exists() and picture.open("rb").read(len(_PNG)) not in (_PNG, b""):
+        raise TrainError(f"--plot {picture}: that file is no picture and would be lost: name another, such as run.png")
 
 
 def plot(folder: Path, picture: Path) -> None:
