@@ -41,7 +41,9 @@ def partial(target: Path) -> Iterator[Path]:
         yield path
         os.replace(path, target)
     except OSError as error:
-        raise LocalspecError(f"{target}: {error.strerror or error}") from error
+        # numpy's writing of tensors gives no reason, only "8704 requested and 0 written"
+        reason = error.strerror or "writing failed: is the disk full, or the size of files limited?"
+        raise LocalspecError(f"{target}: {reason}") from error
     finally:
         with contextlib.suppress(OSError):
             path.unlink()

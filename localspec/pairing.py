@@ -14,6 +14,7 @@ from localspec.errors import PairingError
 from localspec.gguf_file import GGUFFile, TokenizerInfo
 from localspec.gguf_format import clip
 from localspec.memory import MemoryNeed, memory_needed
+from localspec.speculator import JSON_KEY, SpeculatorConfig
 
 __all__ = ["MemoryNeed", "can_roll_back", "check_pair", "drafter_for", "memory_needed"]
 
@@ -146,6 +147,10 @@ def _head_misfit(target: GGUFFile, draft: GGUFFile) -> str | None:
         hidden = draft.n_embd  # DFlash works in the target's own width
     if hidden is not None and hidden != target.n_embd:
         return f"it was made for a hidden size of {hidden}, the target has {target.n_embd}"
+    if JSON_KEY in draft.metadata:
+        made_for = SpeculatorConfig.from_gguf(draft).target
+        if made_for.n_layer != target.n_layer:
+            return f"it was made for {clip(made_for.name)} of {made_for.n_layer} layers, the target has {target.n_layer}"
     layers = draft.get(f"{arch}.target_layers", (np.ndarray, int))
     taps: Sequence[int] = [] if layers is None else [int(i) for i in np.atleast_1d(layers)]
     if arch in ("eagle3", "dflash") and not taps:

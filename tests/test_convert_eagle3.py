@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from localspec.convert import eagle3 as converter
 from localspec.convert import parity
 from localspec.convert.eagle3 import convert
-from localspec.convert.output import dequantised
+from localspec.convert.output import dequantised, partial
 from localspec.eagle3_net import Eagle3Net
 from localspec.errors import LocalspecError, ModelFileError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -326,6 +326,21 @@ def test_other_refusals(trained: Path, target: Path, tmp_path: Path) -> None:
     (trained / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ModelFileError, match="can't be read"):
         convert(trained, target, tmp_path / "d.gguf")
+
+
+def test_a_target_with_other_layers_is_refused_by_the_pair(trained: Path, target: Path, tmp_path: Path) -> None:
+    """Its vocabulary, hidden size and taps would do, but it is another model."""
+    draft = GGUFFile.open(convert(trained, target, tmp_path / "d.gguf").path, "draft")
+    check_pair(GGUFFile.open(target), draft)
+    mine = GGUFFile.open(target)
+    other = tiny_llama(tmp_path / "deep.gguf", n_layer=mine.n_layer + 1, vocab=mine.vocab_size, n_embd=mine.n_embd)
+    with pytest.raises(PairingError, match=f"of {mine.n_layer} layers, the target has {mine.n_layer + 1}"):
+        check_pair(GGUFFile.open(other), draft)
+
+
+def test_a_write_that_fails_without_a_reason_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(LocalspecError, match=r"d\.gguf: writing failed: is the disk full"), partial(tmp_path / "d.gguf"):
+        raise OSError("8704 requested and 0 written")
 
 
 def test_the_command(cli: Cli, trained: Path, target: Path, tmp_path: Path) -> None:

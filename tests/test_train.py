@@ -231,6 +231,19 @@ def test_a_run_cut_between_two_checkpoints_drops_what_comes_again(place: Path, w
     assert losses(out) == losses(whole)
 
 
+def test_a_checkpoint_that_could_not_be_written_leaves_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_tensors: Any, path: Path, _metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainError, match=r"best can't be written: .*No space left"):
+        go(make_run(place, tmp_path / "out", steps=1))
+    assert not list((tmp_path / "out").glob("*.new"))
+
+
 def test_a_run_that_another_process_writes_is_left_alone(place: Path, tmp_path: Path) -> None:
     def meanwhile(_line: dict[str, Any]) -> None:
         with pytest.raises(DataError, match="another localspec writes there"):

@@ -51,6 +51,8 @@ def save(folder: Path, model: Speculator, provenance: Mapping[str, Any], trainer
         fresh.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
+        if not (fresh / "whole").exists():
+            shutil.rmtree(fresh, ignore_errors=True)  # it would keep the disk full
         raise TrainError(f"the checkpoint {folder} can't be written: {error}") from None
 
 
