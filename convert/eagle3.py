@@ -64,8 +64,16 @@ class Converted:
     own_embedding: bool
 
 
-def convert(checkpoint: Path, target: Path, output: Path, quant: str = "q8_0", overwrite: bool = False) -> Converted:
-    """Write the draft in `checkpoint` as a GGUF file for `target`, whose tokenizer it takes.
+def convert(
+    checkpoint: Path,
+    target: Path,
+    output: Path,
+    quant: str = "q8_0",
+    overwrite: bool = False,
+    gate: Callable[[Path], None] = lambda written: None,
+) -> Converted:
+    """Write the draft in `checkpoint` as a GGUF file for `target`, whose tokenizer it takes. `gate` gets the finished file
+    under a temporary name; what it raises is passed on, and `output` is left as it was.
 
     Raises ModelFileError for a checkpoint that is incomplete, broken or of a kind that llama.cpp's graph can't run,
     PairingError where the target is not the one it was trained for, UsageError for an unknown `quant` or a file that exists.
@@ -93,6 +101,7 @@ def convert(checkpoint: Path, target: Path, output: Path, quant: str = "q8_0", o
         else:
             write_gguf(path, "eagle3", keys, stored(values, kind))
         require_model(GGUFFile.open(path, "result"), "draft")
+        gate(path)
     n_params = sum(v.size for k, v in values.items() if k != "d2t")
     return Converted(output, config, name, output.stat().st_size, n_params, "token_embd.weight" in values)
 

@@ -81,20 +81,23 @@ class Parity:
         )
 
 
-def check(checkpoint: Path, draft: Path, target: Path, data: Path | None = None) -> Parity:
-    """Compare the draft in `checkpoint` with its file `draft`. Raises ModelFileError where they differ by more than rounding
-    explains, UsageError where there is nothing to compare on."""
+def check(
+    checkpoint: Path, draft: Path, target: Path, data: Path | None = None, name: Path | None = None
+) -> Parity:
+    """Compare the draft in `checkpoint` with its file `draft`, which messages call `name`. Raises ModelFileError where they
+    differ by more than rounding explains, UsageError where there is nothing to compare on."""
+    name = name or draft
     found = measure(checkpoint, draft, target, data)
     kind = GGUFFile.open(draft, "draft").tensors["blk.0.ffn_gate.weight"].type
     loose = LOOSE.get(kind, LOOSE_BELOW)
     if not found.error <= loose:
         raise ModelFileError(
-            f"{draft} is not the draft in {checkpoint}: its logits differ by {found.error:.1%}, where {kind} explains "
-            f"{loose:.0%}; don't use it ({found.summary()})"
+            f"{name} would not be the draft in {checkpoint}: its logits differ by {found.error:.1%}, where {kind} explains "
+            f"{loose:.0%} ({found.summary()})"
         )
     if not abs(found.real - found.simulated) <= MOST_POINTS:
         raise ModelFileError(
-            f"{draft} drafts otherwise than {checkpoint}: acceptance {found.real:.1%}, simulated {found.simulated:.1%}; "
+            f"{name} would draft otherwise than {checkpoint}: acceptance {found.real:.1%}, simulated {found.simulated:.1%}; "
             f"convert it to another type than {kind}, such as q8_0 ({found.summary()})"
         )
     return found

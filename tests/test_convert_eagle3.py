@@ -224,8 +224,22 @@ def test_the_gate_finds_mistakes(
     with monkeypatch.context() as patch:
         mistake(patch)
         wrong = convert(source, target, tmp_path / "wrong.gguf", "q8_0")
-    with pytest.raises(ModelFileError, match=r"its logits differ by .*don't use it"):
+    with pytest.raises(ModelFileError, match=r"would not be the draft in .*its logits differ by"):
         parity.check(source, wrong.path, target)
+
+
+def test_a_gate_that_fails_leaves_the_old_file(target: Path, tmp_path: Path) -> None:
+    def gate(written: Path) -> None:
+        assert GGUFFile.open(written, "draft").architecture == "eagle3"
+        raise ModelFileError("no good")
+
+    old = tmp_path / "d.gguf"
+    old.write_bytes(b"what was there")
+    source = checkpoint(tmp_path / "ckpt", config_for(target))
+    with pytest.raises(ModelFileError, match="no good"):
+        convert(source, target, old, "q8_0", overwrite=True, gate=gate)
+    assert old.read_bytes() == b"what was there"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", old.name]
 
 
 def agreeing(target: Path, tmp_path: Path) -> Path:
@@ -265,7 +279,7 @@ def test_the_gate_finds_a_lost_vocabulary(target: Path, tmp_path: Path, monkeypa
     assert found.real > 0.2
     ids = Eagle3Net._ids
     monkeypatch.setattr(Eagle3Net, "_ids", lambda self, draft: np.roll(ids(self, draft), 1))
-    with pytest.raises(ModelFileError, match="drafts otherwise than"):
+    with pytest.raises(ModelFileError, match="would draft otherwise than"):
         parity.check(source, right.path, target)
 
 

@@ -100,7 +100,16 @@ def _checkpoint(
         data = run["data"]
     if parity and data is not None:  # before anything is written
         Shards.open(Path(data), TargetIdentity.of(GGUFFile.open(model, "target")))
-    done = convert(source, model, output, quant, overwrite=force)
+    summary = ""
+
+    def gate(written: Path) -> None:
+        nonlocal summary
+        if parity:
+            from localspec.convert.parity import check
+
+            summary = check(source, written, model, Path(data) if data else None, output).summary()
+
+    done = convert(source, model, output, quant, force, gate)
     config = done.config
     n_vocab = config.target.n_vocab
     vocabulary = f"{config.draft_vocab:,} of {n_vocab:,}" if config.draft_vocab else f"all {n_vocab:,}"
@@ -108,10 +117,8 @@ def _checkpoint(
         f"{output}: EAGLE-3 draft for {config.target.name or model.name}, {done.quant}, {done.size / 1e6:.1f} MB, "
         f"{done.n_params / 1e6:.1f} M parameters, {vocabulary} tokens"
     )
-    if parity:
-        from localspec.convert.parity import check
-
-        say(check(source, output, model, Path(data) if data else None).summary())
+    if summary:
+        say(summary)
     say(f"run it: localspec run --target {model} --draft {output}")
 
 

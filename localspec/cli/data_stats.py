@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import click
 
+from localspec.chat.screen import printable
 from localspec.cli.loading import say
 from localspec.data.shards import Shards
 from localspec.data.stats import data_stats
@@ -33,7 +35,7 @@ def show_stats(folder: Path, target: Path | None) -> None:
     told = [f"{size:,} cover {100 * share:.2f} %" for size, share in found.coverage.items() if size < found.n_distinct]
     echo(f"vocabulary: {found.n_distinct:,} different tokens said{'; the commonest ' if told else ''}{', '.join(told)}")
     for name, source in found.sources.items():
-        echo(f"  {name}: {source.n_samples:,} samples, {source.n_tokens:,} tokens, {source.n_masked:,} masked")
+        echo(f"  {printable(name)}: {source.n_samples:,} samples, {source.n_tokens:,} tokens, {source.n_masked:,} masked")
     _show_sample(shards, target)
 
 
@@ -45,9 +47,13 @@ def _show_sample(shards: Shards, target: Path | None) -> None:
     shards.manifest.identity.require(TargetIdentity.of(GGUFFile.open(path, "target")), f"the data in {shards.folder}")
     with Model(path) as model:
         tokens, mask = shards.tokens(0)
-        click.echo(f"\nsample 0 ({shards.sources()[0]}); what counts is green, between [ and ]:\n")
+        tint = "NO_COLOR" not in os.environ
+        click.echo(f"\nsample 0 ({shards.sources()[0]}); what counts is {'green, ' if tint else ''}between [ and ]:\n")
         edges = [0, *(i for i in range(1, len(tokens)) if mask[i] != mask[i - 1]), len(tokens)]
         for start, end in pairwise(edges):
-            text = model.tokenizer.decode(tokens[start:end], special=True)
-            click.echo(click.style(f"[{text}]", fg="green") if mask[start] else click.style(text, dim=True), nl=False)
+            text = printable(model.tokenizer.decode(tokens[start:end], special=True))
+            text = f"[{text}]" if mask[start] else text
+            if tint:
+                text = click.style(text, fg="green") if mask[start] else click.style(text, dim=True)
+            click.echo(text, nl=False)
         click.echo()
