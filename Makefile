@@ -55,10 +55,10 @@ demo: setup ## write a text with the default pair, then measure it against plain
 	$(BIN)/localspec bench --limit 3 -n 128 $(ARGS)
 
 demo-draft: $(VENV)/.installed-train ## make the default model's draft again: hours; a stopped run goes on
-	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 -s 1)
-	$(BIN)/localspec data -o "$(WORK)/data" --self 1500 -s 1
-	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens 2100000 -s 1
-	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run"
+	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 --tokens 759000 -s 1)
+	$(BIN)/localspec data -o "$(WORK)/data" --self 800 -s 1
+	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens 1096000 -s 1
+	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run" --epochs 5
 	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0
 
 test: $(VENV)/.installed-test ## install what the tests need and run them all

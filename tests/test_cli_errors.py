@@ -374,7 +374,7 @@ def test_what_was_measured_before_a_failure_is_kept(cli: Cli, smollm2: Path, tmp
     (tmp_path / "server").chmod(0o755)
     result = cli("bench", "-m", smollm2, "--limit", "3", "-n", "4", "--peer-llama-server", "./server")
     one_line(result, "ended with code 7")
-    assert "ngram, 1 of 3 prompts" in result.stdout
+    assert "eagle3, 1 of 3 prompts" in result.stdout
     measured = json.loads(result.stdout.splitlines()[-1])
     assert (measured["prompts"], measured["complete"]) == (1, False)
     assert measured["plain"]["n_generated"] == measured["spec"]["n_generated"] == 4

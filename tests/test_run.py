@@ -35,7 +35,7 @@ def run_json(cli: Any, smollm2: Path) -> Any:
 
 
 def test_json(run_json: Any, smollm2: Path) -> None:
-    result = run_json("-p", "Say hello.", "-n", "20")
+    result = run_json("-p", "Say hello.", "-n", "20", "--spec-type", "ngram")
     assert set(result) >= {
         "text", "ids", "n_prompt", "n_generated", "tok_per_s", "prompt_tok_per_s", "n_verify", "n_drafted", "n_accepted",
         "tokens_per_verify", "acceptance_by_position", "ms_draft", "ms_verify", "ms_accept", "stop", "target", "draft",

@@ -147,7 +147,6 @@ def _own_draft(target: Path, otherwise: str) -> tuple[Path | None, str]:
     draft = shipped_draft(GGUFFile.open(target, "target"))
     if draft is None:
         return None, otherwise
-    say(f"drafting with {draft.name}, which comes with localspec (--spec-type none: no drafting)")
     return draft, drafter_for(GGUFFile.open(draft, "draft"))
 
 

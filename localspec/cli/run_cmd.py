@@ -136,6 +136,8 @@ def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> st
         return stop
     click.echo()
     drafter = loaded.drafter.name if loaded.drafter else "none"
+    if loaded.draft_path is not None:
+        drafter += f" ({loaded.draft_path.stem})"
     say(f"{loaded.model.description}, drafter {drafter}, kernels {loaded.kernels}, {loaded.session.n_threads} threads")
     for line in stats_lines(stats, stop, loaded.drafter is not None):
         click.echo(line, err=True)
