@@ -44,7 +44,9 @@ def stats_lines(stats: Stats, stop: str, drafting: bool) -> list[str]:
             f"({stats.n_accepted:5d} accepted / {stats.n_drafted:5d} generated)"
         )
         by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position) or "-"
-        lines.append(f"tokens per verify = {stats.tokens_per_verify:.2f}, acceptance by position: {by_position}")
+        n_drafting = stats.drafted_at[0] if stats.drafted_at else 0
+        some = "" if n_drafting == stats.n_verify else f", drafted in {n_drafting} of {stats.n_verify} verifications"
+        lines.append(f"tokens per verify = {stats.tokens_per_verify:.2f}, acceptance by position: {by_position}{some}")
     rest = stats.t_step - stats.t_draft - stats.t_verify - stats.t_accept
     lines.append(
         f"time: draft {1e3 * stats.t_draft:.0f} ms, verify {1e3 * stats.t_verify:.0f} ms, "

@@ -90,7 +90,7 @@ def _command(name: str) -> click.Command:
 
 @click.group("train", cls=_Kinds, invoke_without_command=True, no_args_is_help=True)
 @click.option("--preflight", "look", is_flag=True, help="Say what a draft must reach here to pay.")
-@click.option("-m", "--target", metavar="FILE", help="The target (GGUF) to look at.")
+@click.option("-m", "--target", metavar="FILE", help="The target (GGUF) to look at. [the default model]")
 @click.pass_context
 def train_cmd(ctx: click.Context, look: bool, target: str | None) -> None:
     """Train a speculator on what its target wrote.
@@ -101,9 +101,9 @@ def train_cmd(ctx: click.Context, look: bool, target: str | None) -> None:
         if look or target is not None:
             raise UsageError(f"options stand behind the kind: localspec train {ctx.invoked_subcommand} ...")
         return
-    if not look or target is None:
-        raise UsageError("give a kind to train, such as eagle3, or --preflight with a --target")
-    opened = TargetWeights(Path(target))
+    if not look:
+        raise UsageError("give a kind to train, such as eagle3, or --preflight")
+    opened = TargetWeights(Path(target) if target is not None else default_target())
     kind = models.find(DEFAULT_KIND)
     _preflight(kind, kind.Settings(), opened, default_taps(opened.identity.n_layer), None)
 
@@ -221,4 +221,5 @@ def _evaluation(step: int, found: dict[str, Any]) -> str:
     by_n = "  ".join(f"{n}: {value:.2f}" for n, value in found["by_n_max"].items())
     by_source = "  ".join(f"{source} {walk['tokens_per_verify']:.2f}" for source, walk in found["by_source"].items())
     position = " ".join("-" if a is None else f"{a:.2f}" for a in found["acceptance"])
-    return f"step {step}: tokens per verify by drafted  {by_n};  at {found['n_max']}  {by_source};  accepted {position}"
+    reached = f"step {step}: tokens per verify by drafted  {by_n};  at {found['n_max']}  {by_source}"
+    return f"{reached};  each kept, given the one before, {position}"

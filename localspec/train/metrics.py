@@ -112,10 +112,10 @@ def plot(folder: Path, picture: Path) -> None:
     left.plot([s["step"] for s in steps], [s["loss"] for s in steps], linewidth=0.8)
     left.set(xlabel="step", ylabel="loss", title="training loss")
     at = [e["step"] for e in evaluations]
-    right.plot(at, [e["eval"]["tokens_per_verify"] for e in evaluations], "k", linewidth=2, label="all")
+    right.plot(at, [e["eval"]["tokens_per_verify"] for e in evaluations], "ko-", linewidth=2, markersize=4, label="all")
     for source in sorted({s for e in evaluations for s in e["eval"]["by_source"]}):
         values = [e["eval"]["by_source"].get(source, {}).get("tokens_per_verify") for e in evaluations]
-        right.plot(at, [float("nan") if v is None else v for v in values], linewidth=1, label=source)
+        right.plot(at, [float("nan") if v is None else v for v in values], ".-", linewidth=1, label=source)
     right.set(xlabel="step", ylabel="tokens per verify", title="held-out prompts, rolled out")
     right.legend(fontsize="small")
     part = picture.with_name(picture.name + ".part")
