@@ -85,6 +85,6 @@ def test_a_picture_replaces_no_other_file(tmp_path: Path) -> None:
 
 
 def test_the_group_wants_a_kind_or_a_look() -> None:
-    assert "give a kind to train" in call("--preflight")[1]
+    assert "give a kind to train" in call("--target", "x")[1]
     assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]
     assert call("eagle4")[0] == 2
