@@ -12,7 +12,7 @@ import pytest
 
 from localspec.accept import Draft, Sampling
 from localspec.control import FixedBlock
-from localspec.drafters import DrafterSettings, Sequence, load, names, taps
+from localspec.drafters import Drafter, DrafterSettings, Sequence, load, names, taps
 from localspec.drafters.ngram import NgramDrafter
 from localspec.engine import Engine, Request, Stats, Step
 from localspec.errors import ContextFullError, PairingError, UsageError
@@ -156,43 +156,42 @@ def bad_draft(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def same_texts(session: TargetSession, drafter: Drafter, prompts: list[list[int]]) -> Iterator[tuple[list[int], Stats]]:
+    """Write every prompt plainly and with the drafter, and hold the texts equal; yields each text with the drafter's counts.
+    Eight prompts, 60 tokens, all of n_max 1..8 in turn; with LOCALSPEC_FULL=1 all prompts to position 250 with each."""
+    for i, prompt in enumerate(prompts if FULL else prompts[:8]):
+        n = 250 - len(prompt) if FULL else 60
+        plain, _, _ = write(Engine(session), prompt, n)
+        for n_max in range(1, 9) if FULL else {1 + i % 8}:
+            text, _, stats = write(Engine(session, drafter, FixedBlock(n_max)), prompt, n)
+            assert text == plain, f"prompt {i}, n_max {n_max}"
+            yield plain, stats
+
+
 def test_greedy_lm_text_is_the_plain_text(
     session: TargetSession, prompts: list[list[int]], smollm2: Path, bad_draft: Path
 ) -> None:
-    """With a perfect draft (the target itself) and one that knows nothing; to position 250 with LOCALSPEC_FULL=1."""
+    """With a perfect draft (the target itself) and one that knows nothing."""
     for path in (smollm2, bad_draft):
         drafter = load("lm", session, DrafterSettings(path))
         try:
-            for i, prompt in enumerate(prompts if FULL else prompts[:8]):
-                n = 250 - len(prompt) if FULL else 60
-                plain, _, _ = write(Engine(session), prompt, n)
-                for n_max in range(1, 9) if FULL else {1 + i % 8}:
-                    text, _, stats = write(Engine(session, drafter, FixedBlock(n_max)), prompt, n)
-                    assert text == plain, f"{path.name}, prompt {i}, n_max {n_max}"
-                    if path == smollm2 and len(plain) > (100 if FULL else 20):  # what lies beyond the end is refused
-                        assert stats.acceptance is not None
-                        assert stats.acceptance > 0.9
+            for plain, stats in same_texts(session, drafter, prompts):
+                if path == smollm2 and len(plain) > (100 if FULL else 20):  # what lies beyond the end is refused
+                    assert stats.acceptance is not None
+                    assert stats.acceptance > 0.9
         finally:
             drafter.close()
 
 
 def test_greedy_eagle3_text_is_the_plain_text(model: Model, prompts: list[list[int]]) -> None:
-    """With the draft that comes with localspec, which reads the target's states; to position 250 with LOCALSPEC_FULL=1."""
+    """With the draft that comes with localspec, which reads the target's states."""
     path = shipped_draft(model.gguf)
     assert path is not None
     settings = DrafterSettings(path)
     session = TargetSession(model, SessionSettings(n_ctx=512, taps=taps("eagle3", model.gguf, settings)))
     drafter = load("eagle3", session, settings)
-    accepted = 0
     try:
-        for i, prompt in enumerate(prompts if FULL else prompts[:8]):
-            n = 250 - len(prompt) if FULL else 60
-            plain, _, _ = write(Engine(session), prompt, n)
-            for n_max in range(1, 9) if FULL else {1 + i % 8}:
-                text, _, stats = write(Engine(session, drafter, FixedBlock(n_max)), prompt, n)
-                assert text == plain, f"prompt {i}, n_max {n_max}"
-                accepted += stats.n_accepted
-        assert accepted > 100
+        assert sum(stats.n_accepted for _, stats in same_texts(session, drafter, prompts)) > 100
     finally:
         drafter.close()
         session.close()
