@@ -73,7 +73,7 @@ bench: setup ## plain against speculative decoding, default model (ARGS="--targe
 
 convert: setup ## export to GGUF: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0, or IN=model.gguf OUT=small.gguf
 	@test -n "$(IN)$(CKPT)" -a -n "$(OUT)" || { echo "usage: make convert CKPT=checkpoint OUT=draft.gguf QUANT=q4_0 (or IN=model.gguf OUT=small.gguf QUANT=Q4_0)" >&2; exit 2; }
-	@test -z "$(CKPT)" || $(PIP) show -q torch 2>/dev/null || $(PIP) install -q -e '.[train]' "$(TORCH)"
+	@test -z "$(CKPT)" || $(MAKE) --no-print-directory $(VENV)/.installed-train
 	$(BIN)/localspec convert "$(or $(CKPT),$(IN))" -o "$(OUT)" $(if $(QUANT),--quant $(QUANT)) $(ARGS)
 
 clean: ## remove what was built here (caches of models stay)

@@ -30,10 +30,10 @@ from localspec.target import SessionSettings, TargetSession
 from localspec.template import ChatTemplate
 
 #: relative error of a row of logits that rounding explains, by the types of the matrices; the median over rows is held to
-#: it. A trained draft of SmolLM2 has 0.0001 in F16, 0.007 in Q8_0, 0.077 in Q4_0. Mixed up on purpose in Q4_0: 0.47
+#: it. A trained draft of SmolLM2 has 0.0001 in F16, 0.011 in Q8_0, 0.077 in Q4_0. Mixed up on purpose in Q4_0: 0.47
 #: and 0.49 with the rotary order of q or k lost, 0.77 with the head a row off, 0.20 with gate and up exchanged (found by its
-#: acceptance), and 0.09 with the two input norms exchanged, which are alike: only F16 and Q8_0 find that.
-LOOSE = {"F32": 0.01, "F16": 0.01, "Q8_0": 0.08}
+#: acceptance), and 0.09 with the two input norms exchanged, which are alike: that is 0.05 in F16 and Q8_0, found only there.
+LOOSE = {"F32": 0.01, "F16": 0.01, "Q8_0": 0.04}
 LOOSE_BELOW = 0.35  # 4 to 6 bits; Q4_0 of random weights has 0.24
 #: how far acceptance may be from the simulated one: 2 points
 MOST_POINTS = 0.02

@@ -1,6 +1,9 @@
-"""Rich's console for standard output, with our answer to a reader that has gone."""
+"""What standard output may be sent: Rich's console with our answer to a reader that has gone, and whether colours are
+wanted."""
 
 from __future__ import annotations
+
+import os
 
 from rich.console import Console
 
@@ -11,3 +14,8 @@ class OutputConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def colours_wanted() -> bool:
+    """Whether a terminal may be sent colours; what is no terminal gets none anyway."""
+    return "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

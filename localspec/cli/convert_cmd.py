@@ -87,9 +87,6 @@ def _checkpoint(
     source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool
 ) -> None:
     from localspec.convert.eagle3 import convert
-    from localspec.data.shards import Shards
-    from localspec.gguf_file import GGUFFile
-    from localspec.speculator import TargetIdentity
 
     if not (source / "model.safetensors").is_file() and (source / "best" / "model.safetensors").is_file():
         say(f"{source} is a training run: its best checkpoint is taken")
@@ -98,8 +95,6 @@ def _checkpoint(
     model = Path(target) if target else _target_of(source, run)
     if data is None and (Path(run.get("data") or "none") / "manifest.json").is_file():
         data = run["data"]
-    if parity and data is not None:  # before anything is written
-        Shards.open(Path(data), TargetIdentity.of(GGUFFile.open(model, "target")))
     summary = ""
 
     def gate(written: Path) -> None:

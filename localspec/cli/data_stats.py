@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import click
 
 from localspec.chat.screen import printable
+from localspec.cli.console import colours_wanted
 from localspec.cli.loading import say
 from localspec.data.shards import Shards
 from localspec.data.stats import data_stats
@@ -47,7 +47,7 @@ def _show_sample(shards: Shards, target: Path | None) -> None:
     shards.manifest.identity.require(TargetIdentity.of(GGUFFile.open(path, "target")), f"the data in {shards.folder}")
     with Model(path) as model:
         tokens, mask = shards.tokens(0)
-        tint = "NO_COLOR" not in os.environ
+        tint = colours_wanted()
         click.echo(f"\nsample 0 ({shards.sources()[0]}); what counts is {'green, ' if tint else ''}between [ and ]:\n")
         edges = [0, *(i for i in range(1, len(tokens)) if mask[i] != mask[i - 1]), len(tokens)]
         for start, end in pairwise(edges):

@@ -133,21 +133,14 @@ def open_engine(choice: ModelChoice) -> Loaded:
     name = drafter_name(choice, draft)
     target = target_path(choice)
     if choice.spec_type == "auto" and draft is None and choice.n_max > 0:
-        draft, name = _own_draft(target, name)
+        draft = shipped_draft(GGUFFile.open(target, "target"))
+        name = drafter_name(choice, draft)
     with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name)
     if interrupted():
         loaded.close()
         raise KeyboardInterrupt
     return loaded
-
-
-def _own_draft(target: Path, otherwise: str) -> tuple[Path | None, str]:
-    """(file, drafter) of the draft that comes with localspec for this target; (None, otherwise) where there is none."""
-    draft = shipped_draft(GGUFFile.open(target, "target"))
-    if draft is None:
-        return None, otherwise
-    return draft, drafter_for(GGUFFile.open(draft, "draft"))
 
 
 def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:

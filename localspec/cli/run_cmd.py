@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any, BinaryIO
 
@@ -11,6 +10,7 @@ import click
 
 from localspec.chat.screen import printable
 from localspec.cli import in_utf8
+from localspec.cli.console import colours_wanted
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
@@ -116,7 +116,7 @@ def _encode(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[in
 
 def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> str:
     """Write the text as it comes, then the statistics; returns why it stopped."""
-    tint = tint and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    tint = tint and colours_wanted()
     texts: list[str] = []
     ids: list[int] = []
     stop = "interrupted"
