@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from localspec.convert import methods
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
-from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig, TargetIdentity
+from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "|u1", "BOOL": "|b1"}
-#: settings that change the graph to one that llama.cpp does not have
-_UNSUPPORTED = {"norm_output": "feeds normalised states back", "fc_norm": "normalises each tap by itself"}
-
 
 @dataclass
 class Checkpoint:
@@ -89,49 +87,54 @@ class Checkpoint:
         """What this draft is. For checkpoints of others `target` gives the identity that they don't record."""
         if (self.path / CHECKPOINT_FILE).is_file():
             config = SpeculatorConfig.load(self.path)
-            if config.method != "eagle3":
-                raise self.error(f"is of the method {clip(config.method)}; eagle3 is what can be converted here")
+            if config.method not in methods.names():
+                known = ", ".join(methods.names())
+                raise self.error(f"is of the method {clip(config.method)}; {known} are what can be converted here")
             return config
-        return self._foreign_config(target)
+        outer = self.json("config.json")
+        for name in methods.names():
+            if methods.find(name).recognises(outer, self.names):
+                config = methods.find(name).foreign_config(self, target)
+                return config
+        raise self.error(f"is of no kind that can be converted here ({', '.join(methods.names())})")
 
-    def _foreign_config(self, target: GGUFFile) -> SpeculatorConfig:
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object beside the tensors. Raises ModelFileError."""
         try:
-            outer: dict[str, Any] = json.loads((self.path / "config.json").read_text("utf-8"))
+            value = json.loads((self.path / name).read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise self.error(f"has no config.json that can be read ({error})") from None
-        layer = outer | outer.get("transformer_layer_config", {})
-        for name, what in _UNSUPPORTED.items():
-            if layer.get(name):
-                raise self.error(f"{what} ({name}), which llama.cpp's EAGLE-3 graph can't do")
-        if layer.get("num_hidden_layers", 1) != 1:
-            raise self.error(f"has {layer['num_hidden_layers']} layers; llama.cpp's EAGLE-3 graph has one")
-        if (layer.get("rope_scaling") or layer.get("rope_parameters") or {}).get("rope_type", "default") != "default":
-            raise self.error("scales its rope, which can't be converted yet")
-        needed = ("hidden_size", "intermediate_size", "num_attention_heads")
-        missing = [key for key in needed if not isinstance(layer.get(key), int)]
-        if missing:
-            raise self.error(f"says no {missing[0]} in config.json")
-        taps = layer.get("eagle_aux_hidden_state_layer_ids")
-        n_head = layer["num_attention_heads"]
-        windowed = "sliding_attention" in (layer.get("layer_types") or [])
-        rope = layer.get("rope_parameters") or {}
-        return SpeculatorConfig(
-            method="eagle3",
-            target=TargetIdentity.of(target),
-            taps=tuple(taps) if taps else (2, target.n_layer // 2, target.n_layer - 3),
-            n_embd=layer["hidden_size"],
-            n_head=n_head,
-            n_head_kv=layer.get("num_key_value_heads") or n_head,
-            head_dim=layer.get("head_dim") or layer["hidden_size"] // n_head,
-            n_ff=layer["intermediate_size"],
-            rms_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_base=float(layer.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            norm_before_residual=bool(layer.get("norm_before_residual", False)),
-            norm_before_fc=bool(layer.get("norm_before_fc", False)),
-            draft_vocab=len(self.integers("d2t")) if "d2t" in self._raw else 0,
-            window=int(layer.get("sliding_window") or 0) if windowed else 0,
-            n_ctx_train=int(layer.get("max_position_embeddings", 2048)),
+            raise self.error(f"has no {name} that can be read ({error})") from None
+        if not isinstance(value, dict):
+            raise self.error(f"has no object in {name}")
+        return value
+
+
+def layer_config(source: Checkpoint) -> dict[str, Any]:
+    """config.json with the decoder layer's keys, nested or not, on the first level. Raises ModelFileError where it lacks
+    sizes, or scales its rope."""
+    outer = source.json("config.json")
+    layer = outer | outer.get("transformer_layer_config", {})
+    if (layer.get("rope_scaling") or layer.get("rope_parameters") or {}).get("rope_type", "default") != "default":
+        raise source.error("scales its rope, which can't be converted yet")
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [key for key in needed if not isinstance(layer.get(key), int)]
+    if missing:
+        raise source.error(f"says no {missing[0]} in config.json")
+    return layer
+
+
+def target_ids(source: Checkpoint, config: SpeculatorConfig) -> np.ndarray:
+    """The table d2t as a file has it, absolute ids i64[Vd], out of a checkpoint's offsets."""
+    offsets = source.integers("d2t")
+    if offsets.shape != (config.draft_vocab,):
+        raise source.error(f"has d2t of the shape {list(offsets.shape)}; its config asks for [{config.draft_vocab}]")
+    ids: np.ndarray = offsets + np.arange(len(offsets))
+    if len(ids) and not (ids.min() >= 0 and ids.max() < config.target.n_vocab and (np.diff(ids) > 0).all()):
+        raise source.error(
+            f"has a table d2t that does not give {config.draft_vocab} rising ids below {config.target.n_vocab}: "
+            "offsets are expected, target id minus draft id"
         )
+    return ids
 
 
 def _renamed(name: str) -> str:

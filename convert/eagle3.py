@@ -1,36 +1,36 @@
 """An EAGLE-3 checkpoint to the GGUF file that llama.cpp and localspec run.
 
 What changes on the way: names; the rows of q and k, which Hugging Face keeps for rotations of halves (NEOX) and llama.cpp's
-eagle3 graph for rotations of pairs (NORM); `d2t`, offsets in a checkpoint and absolute ids in a file; the types of the
-matrices. What is added: the target's tokenizer, and metadata that ties the draft to its target.
+eagle3 graph for rotations of pairs (NORM); `d2t`, offsets in a checkpoint and absolute ids in a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from localspec.convert.checkpoint import Checkpoint
-from localspec.convert.output import check_output, copied_keys, dequantised, partial, write_gguf
-from localspec.convert.quantize import quantize_file
-from localspec.errors import ModelFileError, PairingError, UsageError
-from localspec.gguf_file import GGUFFile, require_model
+from localspec.convert.checkpoint import Checkpoint, layer_config, target_ids
+from localspec.convert.methods import Reading, Text
+from localspec.convert.output import dequantised
+from localspec.errors import ModelFileError
+from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig, TargetIdentity
 
-#: --quant -> (general.file_type, type of the matrices)
-QUANTS = {"f32": (0, "F32"), "f16": (1, "F16"), "q8_0": (7, "Q8_0"), "q4_0": (2, "Q4_0"), "q4_1": (3, "Q4_1")}
-#: mixtures that llama.cpp's quantiser makes; it falls back to a type with blocks of 32 where rows are no multiple of 256
-MIXED = ("q4_k_m", "q5_k_m", "q6_k")
+if TYPE_CHECKING:
+    from localspec.eagle3_net import Eagle3Net
+
+METHOD = "eagle3"
+TITLE = "EAGLE-3"
+MAIN_TENSOR = "blk.0.ffn_gate.weight"
 
 #: fc's type where the others have few bits. The sizes of the taps' dimensions, hundreds of times apart, are folded into its
 #: columns: a block's scale follows the largest, and the others, whose inputs are large, would be lost.
 FINER = {"Q4_0": "Q8_0", "Q4_1": "Q8_0"}
-
-Tensors = dict[str, tuple[str, np.ndarray]]
+#: settings that change the graph to one that llama.cpp does not have
+_UNSUPPORTED = {"norm_output": "feeds normalised states back", "fc_norm": "normalises each tap by itself"}
 
 #: checkpoint name -> GGUF name, without "layers.0." / "blk.0."
 _LAYER = {
@@ -52,85 +52,93 @@ _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_em
 _SAME_EMBEDDING = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What was written. `size` in bytes; `n_params` without a vocabulary that is the target's."""
-
-    path: Path
-    config: SpeculatorConfig
-    quant: str
-    size: int
-    n_params: int
-    own_embedding: bool
+def recognises(config: Mapping[str, Any], names: set[str]) -> bool:
+    """fc next to one decoder layer, under any of the names that trainers give it."""
+    return config.get("speculators_model_type", METHOD) == METHOD and {"fc.weight", "layers.0.hidden_norm.weight"} <= names
 
 
-def convert(
-    checkpoint: Path,
-    target: Path,
-    output: Path,
-    quant: str = "q8_0",
-    overwrite: bool = False,
-    gate: Callable[[Path], None] = lambda written: None,
-) -> Converted:
-    """Write the draft in `checkpoint` as a GGUF file for `target`, whose tokenizer it takes. `gate` gets the finished file
-    under a temporary name; what it raises is passed on, and `output` is left as it was.
-
-    Raises ModelFileError for a checkpoint that is incomplete, broken or of a kind that llama.cpp's graph can't run,
-    PairingError where the target is not the one it was trained for, UsageError for an unknown `quant` or a file that exists.
-    """
-    name = quant.lower()
-    if name not in (*QUANTS, *MIXED):
-        raise UsageError(f"--quant {quant}: unknown for a draft; one of {', '.join((*QUANTS, *MIXED))}")
-    gguf = GGUFFile.open(target, "target")
-    require_model(gguf, "target")
-    check_output(output, overwrite, target, *checkpoint.glob("*"))
-    source = Checkpoint.open(checkpoint)
-    config = source.config(gguf)
-    config.target.require(TargetIdentity.of(gguf), f"the draft in {checkpoint}")
-    values = tensors_of(source, config, gguf)
-    file_type, kind = QUANTS.get(name, QUANTS["f32"])
-    keys = metadata(config, gguf, file_type)
-    with partial(output) as path:
-        if name in MIXED:
-            whole = path.with_name(path.name + ".f32")
-            try:
-                write_gguf(whole, "eagle3", keys, stored(values, kind))
-                quantize_file(whole, path, name.upper())
-            finally:
-                whole.unlink(missing_ok=True)
-        else:
-            write_gguf(path, "eagle3", keys, stored(values, kind))
-        require_model(GGUFFile.open(path, "result"), "draft")
-        gate(path)
-    n_params = sum(v.size for k, v in values.items() if k != "d2t")
-    return Converted(output, config, name, output.stat().st_size, n_params, "token_embd.weight" in values)
+def foreign_config(source: Checkpoint, target: GGUFFile) -> SpeculatorConfig:
+    layer = layer_config(source)
+    for name, what in _UNSUPPORTED.items():
+        if layer.get(name):
+            raise source.error(f"{what} ({name}), which llama.cpp's EAGLE-3 graph can't do")
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise source.error(f"has {layer['num_hidden_layers']} layers; llama.cpp's EAGLE-3 graph has one")
+    taps = layer.get("eagle_aux_hidden_state_layer_ids")
+    n_head = layer["num_attention_heads"]
+    windowed = "sliding_attention" in (layer.get("layer_types") or [])
+    rope = layer.get("rope_parameters") or {}
+    return SpeculatorConfig(
+        method=METHOD,
+        target=TargetIdentity.of(target),
+        taps=tuple(taps) if taps else (2, target.n_layer // 2, target.n_layer - 3),
+        n_embd=layer["hidden_size"],
+        n_head=n_head,
+        n_head_kv=layer.get("num_key_value_heads") or n_head,
+        head_dim=layer.get("head_dim") or layer["hidden_size"] // n_head,
+        n_ff=layer["intermediate_size"],
+        rms_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rope_base=float(layer.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        norm_before_residual=bool(layer.get("norm_before_residual", False)),
+        norm_before_fc=bool(layer.get("norm_before_fc", False)),
+        draft_vocab=len(source.integers("d2t")) if "d2t" in source.names else 0,
+        window=int(layer.get("sliding_window") or 0) if windowed else 0,
+        n_ctx_train=int(layer.get("max_position_embeddings", 2048)),
+    )
 
 
-def metadata(config: SpeculatorConfig, target: GGUFFile, file_type: int) -> dict[str, Any]:
-    """All keys of the file: what llama.cpp reads, what a person reads, the target's tokenizer as it is."""
-    said = config.provenance
-    keys: dict[str, Any] = {
-        "general.architecture": "eagle3",
-        "general.type": "model",
-        "general.name": f"EAGLE-3 draft for {config.target.name or target.name}",
-        "general.description": _description(config, target),
-        "general.file_type": file_type,
-        "general.quantization_version": 2,
-    }
-    keys |= config.to_gguf_keys()
-    keys["localspec.target.name"] = config.target.name or target.name
-    keys["localspec.target.tokenizer_hash"] = target.tokenizer_hash()
-    if said.get("localspec"):
-        keys["localspec.trainer"] = f"localspec {said['localspec']}"
-    for key in ("data_tokens", "tokens_seen", "steps"):
-        if isinstance(said.get(key), int) and 0 <= said[key] < 1 << 32:
-            keys[f"localspec.{key}"] = said[key]
-    return keys | copied_keys(target, "tokenizer.")
+def kind_of(name: str, kind: str) -> str:
+    """fc stays finer than the rest."""
+    return FINER.get(kind, kind) if name == "fc.weight" else kind
 
 
-def _description(config: SpeculatorConfig, target: GGUFFile) -> str:
-    taps = ", ".join(map(str, config.taps))
-    return f"Drafts for {config.target.name or target.name}, reading its layers {taps}; it can't write text by itself."
+def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+    """None."""
+    return {}
+
+
+def trained(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> Reading:
+    """PyTorch's reading of the checkpoint."""
+    from localspec.convert.eagle3_torch import TorchDraft
+
+    return TorchDraft(source, config, target)
+
+
+def written(draft: GGUFFile, target: GGUFFile) -> Reading:
+    """The file through the network that drafts at run time."""
+    from localspec.eagle3_net import Eagle3Net
+
+    return _Written(Eagle3Net(draft, target, 1, n_threads=1))
+
+
+class _Written:
+    def __init__(self, net: Eagle3Net):
+        self.net = net
+
+    def roll_out(
+        self, text: Text, starts: npt.NDArray[np.int64], depth: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        net = self.net
+        g = net.fuse(text.taps)
+        slot = np.zeros(1, np.int32)
+        logits = np.empty((len(starts), len(net.ids)), np.float32)
+        kept = np.zeros(len(starts), np.int64)
+        placed = 0
+        for row, pair in enumerate((starts - 1).tolist()):  # the pair at P stands for the last token known, P + 1
+            net.extend(0, placed, text.tokens[placed + 1 : pair + 1], g[placed:pair])
+            position, token = np.array([pair], np.int32), text.tokens[pair + 1 : pair + 2]
+            logits[row] = net.step(slot, position, token, g[pair : pair + 1])[0][0]
+            drafted, _, _ = net.greedy(slot, position, token, g[pair : pair + 1], np.array([depth], np.int32), 0.0)
+            for i, guess in enumerate(drafted[0].tolist()):
+                at = pair + 2 + i
+                if at >= len(text.tokens) or guess != text.tokens[at]:
+                    break
+                kept[row] += 1
+            placed = pair  # drafting has overwritten what follows
+        return logits, kept
+
+    def close(self) -> None:
+        self.net.close()
 
 
 def tensors_of(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, np.ndarray]:
@@ -155,7 +163,7 @@ def tensors_of(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -
     for name, heads in (("blk.0.attn_q.weight", config.n_head), ("blk.0.attn_k.weight", config.n_head_kv)):
         out[name] = pairs_from_halves(out[name], heads)
     if config.draft_vocab:
-        out["d2t"] = _absolute(source, config)
+        out["d2t"] = target_ids(source, config)
     embedding = _own_embedding(source, config, target)
     if embedding is not None:
         out["token_embd.weight"] = embedding
@@ -195,19 +203,6 @@ def pairs_from_halves(weight: np.ndarray, n_head: int) -> np.ndarray:
     )
 
 
-def _absolute(source: Checkpoint, config: SpeculatorConfig) -> np.ndarray:
-    offsets = source.integers("d2t")
-    if offsets.shape != (config.draft_vocab,):
-        raise source.error(f"has d2t of the shape {list(offsets.shape)}; its config asks for [{config.draft_vocab}]")
-    ids = offsets + np.arange(len(offsets))
-    if len(ids) and not (ids.min() >= 0 and ids.max() < config.target.n_vocab and (np.diff(ids) > 0).all()):
-        raise source.error(
-            f"has a table d2t that does not give {config.draft_vocab} rising ids below {config.target.n_vocab}: "
-            "offsets are expected, target id minus draft id"
-        )
-    return ids
-
-
 def _own_embedding(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> np.ndarray | None:
     """The checkpoint's embedding, None where the target's own serves."""
     if "embed_tokens.weight" not in source.names:
@@ -226,34 +221,3 @@ def _own_embedding(source: Checkpoint, config: SpeculatorConfig, target: GGUFFil
         if theirs.shape == own.shape and np.linalg.norm(own - theirs) <= _SAME_EMBEDDING * np.linalg.norm(theirs):
             return None
     return own
-
-
-def stored(values: dict[str, np.ndarray], kind: str) -> Tensors:
-    """Tensors as a file stores them: matrices as `kind`, F16 where rows can't be cut into its blocks; the rest as is."""
-    out: Tensors = {}
-    for name, value in values.items():
-        if value.dtype == np.int64:
-            out[name] = ("I64", value)
-        elif value.ndim < 2 or kind == "F32":
-            out[name] = ("F32", np.ascontiguousarray(value, np.float32))
-        elif kind == "F16" or value.shape[-1] % 32:
-            out[name] = ("F16", value.astype(np.float16))
-        else:
-            finer = FINER.get(kind, kind) if name == "fc.weight" else kind
-            out[name] = (finer, _quantised(value, finer))
-    return out
-
-
-def _quantised(value: np.ndarray, kind: str) -> np.ndarray:
-    import gguf
-
-
-    quantise: Callable[..., np.ndarray] = gguf.quantize
-    return quantise(np.ascontiguousarray(value, np.float32), gguf.GGMLQuantizationType[kind])
-
-
-def check_same_target(config: SpeculatorConfig, target: GGUFFile) -> None:
-    """Raise PairingError unless `target` is the one that the draft was trained for."""
-    difference = config.target.difference(TargetIdentity.of(target))
-    if difference is not None:
-        raise PairingError(f"the draft was trained for {config.target.name}; {target.path} {difference}")

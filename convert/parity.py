@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 from localspec import native
 from localspec.accept import Sampling
+from localspec.convert import methods
 from localspec.convert.checkpoint import Checkpoint
-from localspec.convert.torch_draft import TorchDraft
+from localspec.convert.methods import Text
 from localspec.data.shards import Shards
-from localspec.eagle3_net import Eagle3Net
 from localspec.engine import Engine, Request
 from localspec.errors import ModelFileError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
-from localspec.speculator import TargetIdentity
+from localspec.speculator import SpeculatorConfig, TargetIdentity
 from localspec.target import SessionSettings, TargetSession
 from localspec.template import ChatTemplate
 
@@ -48,15 +48,6 @@ PROMPTS = (
     "List ten things to pack for a camping trip and say why each is useful.",
     "Write a polite email that asks a colleague to move a meeting to Friday.",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Tokens i32[n] and the target's states f32[n, T * H]; `said` bool[n]: tokens that the target chose."""
-
-    tokens: npt.NDArray[np.int32]
-    taps: npt.NDArray[np.float32]
-    said: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +79,8 @@ def check(
     differ by more than rounding explains, UsageError where there is nothing to compare on."""
     name = name or draft
     found = measure(checkpoint, draft, target, data)
-    kind = GGUFFile.open(draft, "draft").tensors["blk.0.ffn_gate.weight"].type
+    file = GGUFFile.open(draft, "draft")
+    kind = file.tensors[methods.find(SpeculatorConfig.from_gguf(file).method).MAIN_TENSOR].type
     loose = LOOSE.get(kind, LOOSE_BELOW)
     if not found.error <= loose:
         raise ModelFileError(
@@ -108,26 +100,28 @@ def measure(checkpoint: Path, draft: Path, target: Path, data: Path | None = Non
     theirs, ours = GGUFFile.open(target, "target"), GGUFFile.open(draft, "draft")
     source = Checkpoint.open(checkpoint)
     config = source.config(theirs)
-    net = Eagle3Net(ours, theirs, 1, n_threads=1)
-    torch_draft = TorchDraft(source, config, theirs)
+    method = methods.find(config.method)
     texts = from_shards(data, theirs) if data is not None else written_here(target, config.taps)
     depth = max(1, min(config.depth, 4))
     errors: list[float] = []
     same: list[bool] = []
     kept = {"torch": 0, "file": 0}
     n_chains = 0
+    trained = method.trained(source, config, theirs)
+    written = method.written(ours, theirs)
     for text in texts:
         starts = chain_starts(text)
         if n_chains >= N_CHAINS or not len(starts):
             continue
         n_chains += len(starts)
-        wanted, accepted = torch_draft.roll_out(text.tokens, text.taps, starts, depth)
+        wanted, accepted = trained.roll_out(text, starts, depth)
         kept["torch"] += int(accepted.sum())
-        logits, n_kept = _through_file(net, text, starts, depth)
-        kept["file"] += n_kept
+        logits, accepted = written.roll_out(text, starts, depth)
+        kept["file"] += int(accepted.sum())
         errors.extend(np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
         same.extend(logits.argmax(1) == wanted.argmax(1))
-    net.close()
+    written.close()
+    trained.close()
     if not n_chains:
         raise UsageError(f"{data or 'the texts written here'}: nothing that the target said, so nothing to compare on")
     drafted = n_chains * depth
@@ -138,31 +132,9 @@ def measure(checkpoint: Path, draft: Path, target: Path, data: Path | None = Non
 
 
 def chain_starts(text: Text) -> npt.NDArray[np.int64]:
-    """Positions of pairs whose predicted token, two further on, the target chose."""
-    starts: npt.NDArray[np.int64] = np.flatnonzero(text.said) - 2
-    return starts[starts >= 0]
-
-
-def _through_file(
-    net: Eagle3Net, text: Text, starts: npt.NDArray[np.int64], depth: int
-) -> tuple[npt.NDArray[np.float32], int]:
-    """Logits of the first step at each start, and how many drafted tokens the text keeps."""
-    g = net.fuse(text.taps)
-    slot = np.zeros(1, np.int32)
-    logits = np.empty((len(starts), len(net.ids)), np.float32)
-    n_kept = placed = 0
-    for row, start in enumerate(starts.tolist()):
-        net.extend(0, placed, text.tokens[placed + 1 : start + 1], g[placed:start])
-        position, token = np.array([start], np.int32), text.tokens[start + 1 : start + 2]
-        logits[row] = net.step(slot, position, token, g[start : start + 1])[0][0]
-        drafted, _, _ = net.greedy(slot, position, token, g[start : start + 1], np.array([depth], np.int32), 0.0)
-        for i, guess in enumerate(drafted[0].tolist()):
-            at = start + 2 + i
-            if at >= len(text.tokens) or guess != text.tokens[at]:
-                break
-            n_kept += 1
-        placed = start  # drafting has overwritten what follows
-    return logits, n_kept
+    """Places of known tokens, the second one or later, whose next token the target chose."""
+    starts: npt.NDArray[np.int64] = np.flatnonzero(text.said) - 1
+    return starts[starts >= 1]
 
 
 def _with_states(session: TargetSession, slot: int, tokens: list[int], n_prompt: int) -> Text:
@@ -171,8 +143,10 @@ def _with_states(session: TargetSession, slot: int, tokens: list[int], n_prompt:
     def keep(_first: int, piece: npt.NDArray[np.float32]) -> None:
         rows.append(piece.reshape(len(piece), -1).copy())
 
-    session.prefill(slot, tokens, tapped=keep)
-    return Text(np.array(tokens, np.int32), np.concatenate(rows), np.arange(len(tokens)) >= n_prompt)
+    if session.settings.taps:
+        session.prefill(slot, tokens, tapped=keep)
+    taps = np.concatenate(rows) if rows else np.zeros((len(tokens), 0), np.float32)
+    return Text(np.array(tokens, np.int32), taps, np.arange(len(tokens)) >= n_prompt)
 
 
 def from_shards(folder: Path, target: GGUFFile) -> list[Text]:

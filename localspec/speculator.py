@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,9 +67,10 @@ class SpeculatorConfig:
 
     ``taps`` are counted in the target's layers already applied (0: its embeddings). ``draft_vocab`` is the size of a reduced
     vocabulary, 0 where the draft speaks all of the target's tokens. ``depth`` is the number of tokens in a row that it
-    was trained to draft, ``window`` the number of positions that its attention sees (0: all). ``extra`` holds what only
-    one method has, by the key's name behind the architecture (``block_size``). ``provenance`` says how it was made:
-    tokens, steps, optimiser, acceptance, version.
+    was trained to draft, ``window`` the number of positions that its attention sees (0: all). ``architecture`` is the file's
+    ``general.architecture``, empty where that is the method's own name. ``extra`` holds what only one method has, by the
+    key's name behind the architecture (``block_size``). ``provenance`` says how it was made: tokens, steps, optimiser,
+    acceptance, version.
     """
 
     method: str
@@ -89,8 +90,14 @@ class SpeculatorConfig:
     depth: int = 1
     window: int = 0
     n_ctx_train: int = 2048
+    architecture: str = ""
     extra: Mapping[str, KeyValue] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arch(self) -> str:
+        """``general.architecture`` of its file, which begins the names of its keys."""
+        return self.architecture or self.method
 
     # -- JSON -------------------------------------------------------------------------------------------------------
 
@@ -146,11 +153,11 @@ class SpeculatorConfig:
             keys["norm_before_fc"] = self.norm_before_fc
         if self.window:
             keys["attention.sliding_window"] = self.window
-        return {f"{self.method}.{name}": value for name, value in (keys | dict(self.extra)).items()}
+        return {f"{self.arch}.{name}": value for name, value in (keys | dict(self.extra)).items()}
 
     def to_gguf_keys(self) -> dict[str, KeyValue]:
         """All keys of a GGUF file but the tokenizer's: int values are u32, floats f32, lists arrays of i32."""
-        return {"general.architecture": self.method, **self.shape_keys(), JSON_KEY: self.to_json()}
+        return {"general.architecture": self.arch, **self.shape_keys(), JSON_KEY: self.to_json()}
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Self:
@@ -160,8 +167,8 @@ class SpeculatorConfig:
         if text is None:
             return cls._from_keys(gguf)
         config = cls.from_json(text, f"{gguf.role} {clip(str(gguf.path), 400)}, {JSON_KEY},")
-        if config.method != gguf.architecture:
-            raise gguf.error(f"contradicts itself: architecture {clip(gguf.architecture)}, {JSON_KEY} {clip(config.method)}")
+        if config.arch != gguf.architecture:
+            raise gguf.error(f"contradicts itself: architecture {clip(gguf.architecture)}, {JSON_KEY} {clip(config.arch)}")
         for key, ours in config.shape_keys().items():
             theirs = gguf.metadata.get(key)
             if not _same(ours, theirs):
@@ -201,6 +208,7 @@ class SpeculatorConfig:
         )
 
 
+_OPTIONAL = ("architecture", "extra", "provenance")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "str": str,
@@ -218,7 +226,8 @@ def _checked(cls: type, data: Any, where: str) -> dict[str, Any]:
     for name in data:
         if name not in declared:
             raise ModelFileError(f"{where} has the key {clip(name)}, which this version does not know")
-    for name in [f.name for f in fields(cls) if f.name not in data and f.name not in ("extra", "provenance")]:
+    required = [f for f in fields(cls) if f.name not in _OPTIONAL or (f.default is MISSING and f.default_factory is MISSING)]
+    for name in [f.name for f in required if f.name not in data]:
         raise ModelFileError(f"{where} lacks the key {name}")
     for name, value in data.items():
         kind = _KINDS.get(str(declared[name].type), dict)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from localspec.convert import eagle3 as converter
 from localspec.convert import parity
-from localspec.convert.eagle3 import convert
+from localspec.convert.draft import convert
 from localspec.convert.output import dequantised, partial
 from localspec.eagle3_net import Eagle3Net
 from localspec.errors import LocalspecError, ModelFileError, PairingError, UsageError
@@ -394,13 +394,14 @@ def test_the_command(cli: Cli, trained: Path, target: Path, tmp_path: Path) -> N
 def test_numpys_reading_of_the_file_is_torchs_of_the_checkpoint(trained: Path, target: Path, tmp_path: Path) -> None:
     """A third reading, that of tests/head_reference.py: the two references meet."""
     from localspec.convert.checkpoint import Checkpoint
-    from localspec.convert.torch_draft import TorchDraft
+    from localspec.convert.eagle3_torch import TorchDraft
 
     done = convert(trained, target, tmp_path / "d.gguf", "f32")
     rng = np.random.default_rng(0)
     tokens, taps = rng.integers(0, 512, 30).astype(np.int32), rng.standard_normal((30, 3 * 128)).astype(np.float32)
     starts = np.array([5, 20, 28])
-    theirs, _ = TorchDraft(Checkpoint.open(trained), done.config, GGUFFile.open(target)).roll_out(tokens, taps, starts, 1)
+    text = parity.Text(tokens, taps, np.ones(30, bool))
+    theirs, _ = TorchDraft(Checkpoint.open(trained), done.config, GGUFFile.open(target)).roll_out(text, starts + 1, 1)
     reference = HeadReference(done.path, target)
     for row, start in zip(theirs, starts.tolist()):
         logits = reference.chain(tokens[: start + 2].tolist(), taps[: start + 1], 1)[0]

@@ -86,7 +86,7 @@ def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
 def _checkpoint(
     source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool
 ) -> None:
-    from localspec.convert.eagle3 import convert
+    from localspec.convert.draft import convert
 
     if not (source / "model.safetensors").is_file() and (source / "best" / "model.safetensors").is_file():
         say(f"{source} is a training run: its best checkpoint is taken")
@@ -109,7 +109,7 @@ def _checkpoint(
     n_vocab = config.target.n_vocab
     vocabulary = f"{config.draft_vocab:,} of {n_vocab:,}" if config.draft_vocab else f"all {n_vocab:,}"
     say(
-        f"{output}: EAGLE-3 draft for {config.target.name or model.name}, {done.quant}, {done.size / 1e6:.1f} MB, "
+        f"{output}: {done.title} draft for {config.target.name or model.name}, {done.quant}, {done.size / 1e6:.1f} MB, "
         f"{done.n_params / 1e6:.1f} M parameters, {vocabulary} tokens"
     )
     if summary:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint
+from localspec.convert.methods import Text
 from localspec.convert.output import dequantised
 from localspec.errors import UsageError
 from localspec.gguf_file import GGUFFile
@@ -41,12 +42,14 @@ class TorchDraft:
         self.ids = offsets + torch.arange(n)
 
     def roll_out(
-        self, tokens: npt.NDArray[np.int32], taps: npt.NDArray[np.float32], starts: npt.NDArray[np.int64], depth: int
+        self, text: Text, starts: npt.NDArray[np.int64], depth: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Drafts of `depth` tokens from the pairs at `starts` i64[R], positions of a text of tokens i32[n] with taps
-        f32[n, T * H]: the first step's logits f32[R, Vd], and how many tokens of each draft are the text's, i64[R]."""
+        """As methods.Reading says; the pair before each start is the first that predicts."""
         with torch.no_grad():
-            return self._roll_out(torch.from_numpy(tokens.astype(np.int64)), torch.tensor(taps), starts, depth)
+            return self._roll_out(torch.from_numpy(text.tokens.astype(np.int64)), torch.tensor(text.taps), starts - 1, depth)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def _roll_out(
         self, text: Tensor, taps: Tensor, starts: npt.NDArray[np.int64], depth: int
