@@ -7,6 +7,7 @@ same class serves a draft model that is an ordinary language model: it, too, nee
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,15 @@ from localspec.errors import ContextFullError, LocalspecError, NativeError, Usag
 from localspec.memory import available_memory, memory_needed
 from localspec.model import Model
 from localspec.taps import Taps
+from localspec.threads import ThreadCount
 
 #: ggml's cache types that a user may name with -ctk/-ctv, as llama.cpp does.
 CACHE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
 }  # fmt: skip
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: Larger decodes, a prompt's, use the cores otherwise and take long enough to outlast another's time slice.
+_FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,11 @@ class TargetSession:
         self.tokens: list[list[int]] = [[] for _ in range(settings.n_sequences)]
         self._make_batch(self.n_batch)
         self._can_roll_back: bool | None = None
+        # Stock kernels add up long rows of attention by thread: there the text would depend on who else is at work. And
+        # a number that a person asked for is kept.
+        chosen = settings.n_threads == 0 and native.kernels_in_use() == "localspec" and model.n_gpu_layers == 0
+        self._thread_count = ThreadCount(self.n_threads) if chosen else None
+        self._threads_set = self.n_threads
 
     def _check_memory(self, n_ctx: int) -> None:
         """Refuse a cache that can't fit: the system would grant it, and kill something when it is filled."""
@@ -211,7 +220,16 @@ class TargetSession:
         native.clear_log()
         if self.taps is not None:
             self.taps.clear()
-        status = native.lib().llama_decode(self.handle, self._batch)
+        count = self._thread_count
+        if count is None or n > _FEW_ROWS:
+            status = native.lib().llama_decode(self.handle, self._batch)
+        else:
+            began = time.perf_counter()
+            status = native.lib().llama_decode(self.handle, self._batch)
+            count.record(n, time.perf_counter() - began)
+            if count.now != self._threads_set:
+                self._threads_set = count.now
+                native.lib().llama_set_n_threads(self.handle, count.now, self.n_threads)
         if status != 0:
             self._recover()
             reason = native.last_log_error() or {1: "no room in the cache", 2: "aborted"}.get(status, "")

@@ -18,7 +18,7 @@ LAYERS = [
     ["model"],
     [
         "template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch",
-        "prompts", "shipped", "taps",
+        "prompts", "shipped", "taps", "threads",
     ],
     ["eagle3_net", "target"],
     ["drafters", "data"],
