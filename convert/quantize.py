@@ -48,7 +48,7 @@ def quantize(source: Path, target: Path, quant: str, overwrite: bool = False) ->
     """
     name = quant.upper()
     if name not in QUANTS:
-        raise UsageError(f"--quant {quant}: unknown; one of {', '.join(QUANTS)}")
+        raise UsageError(f"{quant} is no quantisation known here; one of {', '.join(QUANTS)}")
     gguf = GGUFFile.open(source, "model")
     require_model(gguf, "model")
     check_output(target, overwrite, source)

@@ -17,6 +17,7 @@ from localspec.errors import LocalspecError
 from localspec.train import models
 from localspec.train.settings import TrainSettings
 from tests import train_data
+from tests.conftest import Cli
 
 
 def call(*arguments: str) -> tuple[int, str]:
@@ -88,3 +89,11 @@ def test_the_group_wants_a_kind_or_a_look() -> None:
     assert "give a kind to train" in call("--target", "x")[1]
     assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]
     assert call("eagle4")[0] == 2
+
+
+def test_a_look_ahead_needs_no_data_and_no_place(cli: Cli, smollm2: Path) -> None:
+    done = cli("train", "eagle3", "--preflight", "--target", smollm2)
+    assert done.rc == 0, done.stderr
+    assert "tokens per verify" in done.stderr
+    refused = cli("train", "eagle3", "--target", smollm2, "--data", "nowhere")
+    assert (refused.rc, "give -o DIR" in refused.stderr) == (2, True)

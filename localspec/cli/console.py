@@ -19,3 +19,8 @@ class OutputConsole(Console):
 def colours_wanted() -> bool:
     """Whether a terminal may be sent colours; what is no terminal gets none anyway."""
     return "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def counted(n: int, noun: str) -> str:
+    """"1 thread", "2 threads"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

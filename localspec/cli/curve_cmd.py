@@ -13,7 +13,7 @@ import click
 from rich.table import Table
 
 from localspec import native
-from localspec.cli.console import OutputConsole
+from localspec.cli.console import OutputConsole, counted
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, target_path
@@ -103,7 +103,7 @@ def _measure(
 
 def _headed_table(description: str, n_threads: int, n_context: int, headings: Sequence[str]) -> Table:
     # A line above instead of a title: a title is wrapped to the width of its table.
-    title = f"{description}, {n_threads} threads, {n_context} tokens of context"
+    title = f"{description}, {counted(n_threads, 'thread')}, {n_context} tokens of context"
     OutputConsole().print(title, markup=False, highlight=False, soft_wrap=True)
     table = Table()
     for heading in headings:

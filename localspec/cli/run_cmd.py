@@ -10,7 +10,7 @@ import click
 
 from localspec.chat.screen import printable
 from localspec.cli import in_utf8
-from localspec.cli.console import colours_wanted
+from localspec.cli.console import colours_wanted, counted
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
@@ -138,7 +138,8 @@ def _generate(loaded: Loaded, request: Request, tint: bool, as_json: bool) -> st
     drafter = loaded.drafter.name if loaded.drafter else "none"
     if loaded.draft_path is not None:
         drafter += f" ({loaded.draft_path.stem})"
-    say(f"{loaded.model.description}, drafter {drafter}, kernels {loaded.kernels}, {loaded.session.n_threads} threads")
+    threads = counted(loaded.session.n_threads, "thread")
+    say(f"{loaded.model.description}, drafter {drafter}, kernels {loaded.kernels}, {threads}")
     for line in stats_lines(stats, stop, loaded.drafter is not None):
         click.echo(line, err=True)
     return stop

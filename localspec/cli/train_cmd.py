@@ -64,7 +64,7 @@ def _command(name: str) -> click.Command:
     files: list[click.Parameter] = [
         click.Option(["-m", "--target"], metavar="FILE", help="The target (GGUF) that made the data. [the default model]"),
         click.Option(["--data"], metavar="DIR", help="Shards of localspec data."),
-        click.Option(["-o", "--output"], required=True, metavar="DIR", help="Where the run goes, or goes on."),
+        click.Option(["-o", "--output"], metavar="DIR", help="Where the run goes, or goes on; needed but for --preflight."),
         click.Option(["--eval-data"], metavar="DIR", help="Evaluate on these shards, not on prompts held out."),
         click.Option(["--states"], type=click.Choice(STATES), default="offline", show_default=True,
                      help="offline: all from --data. online: the target writes beside the trainer, nothing goes to disk. "
@@ -120,14 +120,23 @@ def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int,
 
 
 def _train(name: str, values: dict[str, Any]) -> None:
-
-    live = _live({n: values.pop(n) for n in ("states", "prompts", "answers", "temp", "max_tokens")}, values["data"])
     picture, only_look = values.pop("plot"), values.pop("preflight")
+    how = {n: values.pop(n) for n in ("states", "prompts", "answers", "temp", "max_tokens")}
+    nothing_yet = only_look and values["data"] is None and how["states"] == "offline"
+    live = None if nothing_yet else _live(how, values["data"])
     if picture is not None:
         metrics.need_plot(Path(picture))
     paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
     cls = models.find(name).Settings
     own = {f.name for f in dataclasses.fields(cls)}
+    if nothing_yet:
+        opened = TargetWeights(Path(paths["target"]) if paths["target"] is not None else default_target())
+        settings = from_dict(cls, {k: v for k, v in values.items() if k in own}, name)
+        out = Path(paths["output"]) if paths["output"] else None
+        _preflight(models.find(name), settings, opened, default_taps(opened.identity.n_layer), out)
+        return
+    if paths["output"] is None:
+        raise UsageError("give -o DIR, where the run goes")
     run = loop.Run(
         method=name,
         target=Path(paths["target"]) if paths["target"] is not None else default_target(),
