@@ -104,6 +104,13 @@ class Draft:
         """Nothing drafted."""
         return cls(_NO_TOKENS, _NO_PROBS)
 
+    def first(self, n: int) -> Draft:
+        """Its first n tokens."""
+        if self.q_starts is None or self.q_ids is None or self.q_probs is None:
+            return Draft(self.tokens[:n], self.confidence[:n])
+        end = int(self.q_starts[n])
+        return Draft(self.tokens[:n], self.confidence[:n], self.q_ids[:end], self.q_probs[:end], self.q_starts[: n + 1])
+
 
 @dataclass(slots=True)
 class Block:

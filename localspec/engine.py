@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from localspec.accept import Block, Draft, Sampling, Verdict, verify
-from localspec.control import Controller, FixedBlock
-from localspec.drafters import Drafter, Sequence, TapReader
+from localspec.control import Controller, FixedBlock, Look, Outcome
+from localspec.drafters import Drafter, Sequence, Stoppable, TapReader
 from localspec.errors import ContextFullError, UsageError
 from localspec.target import Rows, TargetSession
 from localspec.tokenizer import TextStream
@@ -150,6 +151,9 @@ class Engine:
         self.drafter = drafter
         self.controller: Controller = controller or FixedBlock()
         self.rule = rule
+        #: called after every step with what became of it and why it was so: for --trace
+        self.on_step: Callable[[list[Outcome], dict[str, Any]], None] | None = None
+        self._own_floor = drafter.p_min if isinstance(drafter, Stoppable) else None
         self._eog = session.model.tokenizer.eog
         self._running: dict[int, _Running] = {}
 
@@ -238,7 +242,7 @@ class Engine:
                 active.append(run)
         if not active:
             return steps
-        asked, drafts, t_draft = self._draft(active)
+        drafts, proposed, t_draft = self._draft(active)
         t1 = time.perf_counter()
         rows = self.session.decode(
             [(run.seq.slot, [run.seq.tokens[-1], *draft.tokens.tolist()]) for run, draft in zip(active, drafts)]
@@ -247,11 +251,12 @@ class Engine:
         verdicts = verify(rows.logits, [self._block(r, d) for r, d in zip(active, drafts)], self.rule, self._eog)
         t3 = time.perf_counter()
         at = 0
-        n_gained = 0
+        outcomes: list[Outcome] = []
         for run, draft, verdict in zip(active, drafts, verdicts):
             step = self._take(run, verdict, rows.slice(at, at + len(draft.tokens) + 1))
             at += len(draft.tokens) + 1
-            n_gained += sum(piece.token >= 0 for piece in step.pieces)
+            gained = sum(piece.token >= 0 for piece in step.pieces)
+            outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained))
             steps.append(step)
         whole = time.perf_counter() - began
         for run in active:
@@ -260,22 +265,34 @@ class Engine:
             run.stats.t_verify += (t2 - t1) * share
             run.stats.t_accept += (t3 - t2) * share
             run.stats.t_step += whole * share
-        self.controller.record(asked, sum(len(d.tokens) for d in drafts), n_gained, whole)
+        self.controller.record(outcomes, proposed, t_draft, whole - t_draft)
+        if self.on_step is not None:
+            self.on_step(outcomes, self.controller.trace())
         return steps
 
-    def _draft(self, active: list[_Running]) -> tuple[int, list[Draft], float]:
-        """(k asked for, a draft for each sequence, seconds)."""
-        k = self.controller.choose() if self.drafter is not None else 0
-        if self.drafter is None or k == 0:
-            return 0, [Draft.empty() for _ in active], 0.0
+    def _draft(self, active: list[_Running]) -> tuple[list[Draft], int, float]:
+        """(a draft for each sequence, tokens proposed before any was dropped, seconds); -1 tokens where nobody was asked."""
         began = time.perf_counter()
-        # One token is gained in any case, so drafting more than n_left - 1 would be for nothing.
-        room = self.session.n_batch // len(active) - 1
-        ks = [
-            max(0, min(k, run.n_left - 1, self.session.n_ctx - len(run.seq.tokens), room)) for run in active
-        ]
+        drafts = [Draft.empty() for _ in active]
+        if self.drafter is None:
+            return drafts, -1, 0.0
+        looks = [self._look(run, len(active)) for run in active]
+        ks = self.controller.choose(looks)
+        if not any(ks):
+            return drafts, -1, time.perf_counter() - began
+        if self._own_floor is not None and isinstance(self.drafter, Stoppable):
+            self.drafter.p_min = max(self._own_floor, self.controller.floor())
         drafts = self.drafter.propose([run.seq for run in active], ks)
-        return k, drafts, time.perf_counter() - began
+        proposed = sum(len(draft.tokens) for draft in drafts)
+        kept = self.controller.cut(looks, [draft.confidence.tolist() for draft in drafts])
+        drafts = [draft.first(n) if n < len(draft.tokens) else draft for draft, n in zip(drafts, kept)]
+        return drafts, proposed, time.perf_counter() - began
+
+    def _look(self, run: _Running, n_active: int) -> Look:
+        # One token is gained in any case, so drafting more than n_left - 1 would be for nothing.
+        room = min(run.n_left - 1, self.session.n_ctx - len(run.seq.tokens), self.session.n_batch // n_active - 1)
+        # Under rejection sampling a token that was drawn must be judged (control.py); greedy is one and the same.
+        return Look(run.seq.slot, max(0, room), self.rule == "match" or run.seq.sampling.greedy)
 
     def _block(self, run: _Running, draft: Draft) -> Block:
         seq = run.seq

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from localspec import native
 from localspec.accept import Sampling
+from localspec.control import DEFAULT_N_MAX
 from localspec.errors import LocalspecError
 from localspec.report import rate
 
@@ -177,11 +178,13 @@ def server_arguments(settings: dict[str, Any]) -> list[str]:
 def draft_arguments(settings: dict[str, Any]) -> list[str]:
     """The flags that make it draft as we do; ngram-simple looks up as many tokens as our longest match."""
     arguments = ["--spec-type", SPEC_TYPES[settings["spec_type"]]]
+    # Where we choose the number as we go, it gets its own default, not our upper bound.
+    n_max = str(min(settings["n_max"], DEFAULT_N_MAX) if settings["adapt"] else settings["n_max"])
     if settings["draft"]:
         arguments += ["-md", settings["draft"], "-ngld", str(settings["n_gpu_layers_draft"])]
-        arguments += ["--spec-draft-n-max", str(settings["n_max"]), "--spec-draft-p-min", str(settings["p_min"])]
+        arguments += ["--spec-draft-n-max", n_max, "--spec-draft-p-min", str(settings["p_min"])]
     else:
-        arguments += ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", str(settings["n_max"])]
+        arguments += ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", n_max]
     return arguments
 
 

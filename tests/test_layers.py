@@ -17,8 +17,8 @@ LAYERS = [
     ["tokenizer"],
     ["model"],
     [
-        "template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch",
-        "prompts", "shipped", "taps", "threads",
+        "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
+        "default_model", "hub", "fetch", "prompts", "shipped", "taps", "threads",
     ],
     ["eagle3_net", "target"],
     ["drafters", "data"],

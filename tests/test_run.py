@@ -197,3 +197,17 @@ def test_help_is_quick_and_lists_every_command(cli: Any) -> None:
     assert time.perf_counter() - began < 20  # not a timing: a hang
     assert cli("--version").stdout.startswith("localspec")
     assert cli("nonsense").rc == 2
+
+
+def test_a_trace_tells_every_step(cli: Any, smollm2: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    done = cli("run", "-m", smollm2, "-p", "Count to forty.", "-n", "40", "--temp", "0", "--json", "--trace", trace)
+    assert done.rc == 0, done.stderr
+    said = json.loads(done.stdout)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, said["n_verify"] + 1))
+    assert sum(b["gained"] for line in lines for b in line["blocks"]) == said["n_generated"]
+    assert sum(b["accepted"] for line in lines for b in line["blocks"]) == said["n_accepted"]
+    assert all(line["why"] for line in lines)
+    refused = cli("run", "-m", smollm2, "-p", "x", "--trace", tmp_path / "no" / "where")
+    assert (refused.rc, "--trace" in refused.stderr) == (2, True)

@@ -10,7 +10,7 @@ import click
 from localspec import native
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
-from localspec.control import Controller, FixedBlock, Gate
+from localspec.control import Adaptive, Controller, FixedBlock
 from localspec.drafters import Drafter, DrafterSettings, load, names, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
@@ -163,5 +163,5 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
 
 
 def make_controller(choice: ModelChoice) -> Controller:
-    """How many tokens to draft: while it pays, or always."""
-    return Gate(choice.n_max) if choice.adapt else FixedBlock(choice.n_max)
+    """How many tokens to draft: as many as pay, or always n_max."""
+    return Adaptive(choice.n_max) if choice.adapt else FixedBlock(choice.n_max)

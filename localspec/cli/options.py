@@ -15,7 +15,7 @@ import click
 from localspec import native
 from localspec.accept import Sampling
 from localspec.cli.help import option
-from localspec.control import DEFAULT_N_MAX
+from localspec.control import ADAPTIVE_N_MAX, DEFAULT_N_MAX
 from localspec.errors import UsageError
 from localspec.target import SessionSettings
 
@@ -67,12 +67,13 @@ draft_options = _stack(
     option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|eagle3",
            help="How to draft. auto: by the draft's architecture; without one the draft that comes with localspec for the "
                 "default model, ngram for others."),
-    option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), default=DEFAULT_N_MAX,
-           show_default=True, metavar="N", help="Tokens drafted at most per verification."),
+    option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), metavar="N",
+           help=f"Tokens drafted at most per verification.  [default: {ADAPTIVE_N_MAX}; {DEFAULT_N_MAX} with "
+                "--no-spec-adapt]"),
     option("Speculation", "--spec-draft-p-min", "p_min", type=click.FloatRange(0, 1), default=0.0,
            show_default=True, metavar="P", help="Stop drafting where the draft is less sure than this."),
     option("Speculation", "--spec-adapt/--no-spec-adapt", "adapt", default=True, show_default=True,
-           help="Stop drafting while it does not pay on this machine."),
+           help="Draft as many tokens as pay on this machine, none where none does; or always the same number."),
     option("Speculation", "--accept", "rule", type=click.Choice(["match", "reject"]), default="match", show_default=True,
            help="match: the plain text of the same seed. reject: rejection sampling, same distribution."),
 )  # fmt: skip
@@ -124,6 +125,8 @@ def take_models(options: dict[str, Any]) -> ModelChoice:
         **{name: options.pop(name) for name in ("n_ctx", "n_threads", "type_k", "type_v", "flash_attention")}
     )
     names = [name for name in ModelChoice.__dataclass_fields__ if name != "session" and name in options]
+    if options.get("n_max", 0) is None:
+        options["n_max"] = ADAPTIVE_N_MAX if options["adapt"] else DEFAULT_N_MAX
     choice = ModelChoice(session=session, **{name: options.pop(name) for name in names})
     for flag, name in (("--target", choice.target), ("--draft", choice.draft), ("-hf", choice.hf), ("-hfd", choice.hfd)):
         if name is not None and not name.strip():

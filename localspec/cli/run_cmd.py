@@ -15,6 +15,7 @@ from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
 from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
+from localspec.cli.trace import traced
 from localspec.engine import Piece, Request, Stats
 from localspec.errors import UsageError
 from localspec.report import stats_json, stats_lines
@@ -36,9 +37,10 @@ MAX_PROMPT_BYTES = 64 << 20
 @option("Output", "--stop", "stops", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @option("Output", "--show-draft", is_flag=True, help="Tint accepted draft tokens on a terminal.")
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@option("Output", "--trace", metavar="FILE", help="Write a line of JSON for each step: what was drafted, and why.")
 def run_cmd(
     prompt: str | None, prompt_file: str | None, system: str | None, raw: bool, n_predict: int, stops: tuple[str, ...],
-    show_draft: bool, as_json: bool, **options: Any,
+    show_draft: bool, as_json: bool, trace: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Write an answer to one prompt, drafting where that is faster.
 
@@ -58,7 +60,8 @@ def run_cmd(
     try:
         tokens = _encode(loaded, text, system, raw)
         request = Request(tokens, sampling, None if n_predict == -1 else n_predict, stops)
-        stop = _generate(loaded, request, sys.stdout.isatty() and show_draft, as_json)
+        with traced(loaded.engine, trace):
+            stop = _generate(loaded, request, sys.stdout.isatty() and show_draft, as_json)
     finally:
         loaded.close()
     if stop == "interrupted":

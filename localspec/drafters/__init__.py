@@ -58,6 +58,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Stoppable(Protocol):
+    """A drafter that ends a draft before a token in which it has less confidence than `p_min`, which may be changed before
+    each `propose`."""
+
+    p_min: float
+
+
+@runtime_checkable
 class TapReader(Protocol):
     """A drafter that reads the target's hidden states: those of the prompt through this, later ones from `commit`'s rows."""
 

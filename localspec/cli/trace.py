@@ -1,0 +1,48 @@
+"""``--trace FILE``: one line of JSON for each step, with what the controller decided and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from localspec.control import Outcome
+from localspec.engine import Engine
+from localspec.errors import UsageError
+
+
+@contextlib.contextmanager
+def traced(engine: Engine, path: str | None) -> Iterator[None]:
+    """Write every step of `engine` to `path` while the block runs; nothing where that is None. Raises UsageError."""
+    if path is None:
+        yield
+        return
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (the `with` below closes it)
+    except OSError as error:
+        raise UsageError(f"--trace {path}: {error.strerror or error}") from error
+    n = 0
+
+    def write(outcomes: list[Outcome], decision: dict[str, Any]) -> None:
+        nonlocal n
+        n += 1
+        blocks = [
+            {
+                "slot": o.key, "confidence": [round(c, 4) for c in o.confidence], "accepted": o.n_accepted,
+                "gained": o.gained,
+            }
+            for o in outcomes
+        ]  # fmt: skip
+        try:
+            file.write(json.dumps({"step": n, **decision, "blocks": blocks}) + "\n")
+            file.flush()
+        except OSError as error:
+            raise UsageError(f"--trace {path}: {error.strerror or error}") from error
+
+    with file:
+        engine.on_step = write
+        try:
+            yield
+        finally:
+            engine.on_step = None

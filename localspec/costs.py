@@ -1,0 +1,109 @@
+"""What decodes and drafts cost here, learnt from the steps as they run. Pure arithmetic.
+
+A decode's time depends on its rows, not smoothly: kernels work on so many columns at a time, so 8 rows can cost less than 7.
+It grows with the context, too, and a machine has slower and faster minutes. So each number of rows keeps the median of its
+last times, all of them relative to one level that moves with whatever is measured: what is seen of 4 rows ages what is known
+of 1.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Mapping
+
+_KEPT = 9  # times of each size: their median forgets an interrupted one
+_FOLLOW = 0.1  # of what one time differs by, the level takes this
+_OFF = 1.25  # times what was expected, that the level follows at most
+_UNLIKELY = 4.0  # times what was to be expected
+_SLOPE = 0.06  # a further row, in decodes of one row, before anything is known
+
+
+class DecodeCost:
+    """Seconds of a decode by its rows. `prior`: ratios t(n) / t(1) from an earlier run."""
+
+    def __init__(self, prior: Mapping[int, float] | None = None):
+        self._level = 0.0  # seconds of one row, moving; 0: nothing is known
+        self._times: dict[int, collections.deque[float]] = {}  # seconds / level
+        self._prior = dict(prior or {})
+
+    @property
+    def known(self) -> bool:
+        """Whether any decode was seen."""
+        return self._level > 0
+
+    def samples(self, rows: int) -> int:
+        """How many times of this size are kept."""
+        return len(self._times.get(rows, ()))
+
+    def record(self, rows: int, seconds: float) -> None:
+        """One decode."""
+        if seconds <= 0:
+            return
+        if not self.known:
+            self._level = seconds / self._ratio(rows)
+        elif self.samples(rows) >= 3:
+            off = seconds / self.seconds(rows)
+            self._level *= min(_OFF, max(1 / _OFF, off)) ** _FOLLOW
+        else:  # a first time that was interrupted would stand for this size until there are more
+            seconds = min(seconds, _UNLIKELY * self.seconds(rows))
+        self._times.setdefault(rows, collections.deque(maxlen=_KEPT)).append(seconds / self._level)
+
+    def seconds(self, rows: int) -> float:
+        """What a decode of so many rows is expected to take; 0 while nothing is known."""
+        return self._level * self._ratio(rows)
+
+    def curve(self) -> dict[int, float]:
+        """t(n) / t(1) of the sizes that were seen: the prior of a later run."""
+        one = self._ratio(1)
+        return {n: self._ratio(n) / one for n in sorted(self._times)} if self.known else dict(self._prior)
+
+    def _ratio(self, rows: int) -> float:
+        seen = self._times.get(rows)
+        if seen:
+            return statistics.median(seen)
+        if rows in self._prior:
+            return self._prior[rows] * self._scale()
+        known = sorted(self._times) or sorted(self._prior)
+        ratio = {n: statistics.median(self._times[n]) if n in self._times else self._prior[n] for n in known}
+        below = [n for n in known if n < rows]
+        above = [n for n in known if n > rows]
+        if below and above:
+            a, b = below[-1], above[0]
+            return ratio[a] + (ratio[b] - ratio[a]) * (rows - a) / (b - a)
+        if below:
+            return ratio[below[-1]] * (1 + _SLOPE * (rows - below[-1]))
+        if above:
+            return ratio[above[0]] / (1 + _SLOPE * (above[0] - rows))
+        return 1 + _SLOPE * (rows - 1)
+
+    def _scale(self) -> float:
+        """Between the prior's ratios and those of the sizes seen in this run."""
+        both = [statistics.median(t) / self._prior[n] for n, t in self._times.items() if n in self._prior]
+        return statistics.median(both) if both else 1.0
+
+
+class DraftCost:
+    """Seconds of drafting, a + b per token: medians of what so many tokens took, and a line through them."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, collections.deque[float]] = {}
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """One call of the drafter that gave so many tokens, all sequences together."""
+        self._times.setdefault(tokens, collections.deque(maxlen=_KEPT)).append(seconds)
+
+    def seconds(self, tokens: int) -> float:
+        """What so many tokens are expected to take; 0 while nothing is known."""
+        seen = self._times.get(tokens)
+        if seen:
+            return statistics.median(seen)
+        if not self._times:
+            return 0.0
+        points = [(n, statistics.median(t), len(t)) for n, t in self._times.items()]
+        weight = sum(w for _, _, w in points)
+        x = sum(n * w for n, _, w in points) / weight
+        y = sum(s * w for _, s, w in points) / weight
+        spread = sum(w * (n - x) ** 2 for n, _, w in points)
+        slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else y / max(1.0, x)
+        return max(0.0, y + max(0.0, slope) * (tokens - x))
