@@ -69,6 +69,7 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
     hub = Hub(wanted.repo)
     if hub.offline:
         return from_cache(hub, wanted, role, "HF_HUB_OFFLINE is set")
+    hub.has_token()
     what = wanted.repo
     try:
         names = hub.names()
@@ -218,11 +219,14 @@ class Hub:
         """huggingface-hub's HfApi."""
         return self._lib.HfApi()
 
-    @property
-    def token(self) -> str | None:
-        """The token that huggingface-hub finds, in HF_TOKEN or where a login left it. Never to be shown."""
+    def has_token(self) -> bool:
+        """Whether huggingface-hub finds a token, in HF_TOKEN or where a login left it. Raises FetchError for one that can't
+        be sent: the library's own error would show it."""
         token: str | None = self._lib.get_token()
-        return token
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            where = "HF_TOKEN, or what `hf auth login` stored,"
+            raise FetchError(f"{where} holds characters that no token has: copy the token again")
+        return token is not None
 
     @property
     def addition(self) -> Any:

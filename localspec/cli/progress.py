@@ -56,7 +56,8 @@ def transfer(say: Callable[[str], None], verb: str) -> Iterator[fetch.Progress]:
             if title != shown:
                 stack.close()
                 shown = title
-                say(f"{verb} {title}" + (f" ({total / 1e6:.{0 if total > 1e7 else 1}f} MB)" if total else ""))
+                size = f"{total / 1e6:.{0 if total > 1e7 else 1}f} MB" if total > 1e5 else f"{total / 1e3:.1f} kB"
+                say(f"{verb} {title}" + (f" ({size})" if total else ""))
                 if sys.stderr.isatty():
                     advance = _bytes_bar(stack, total)
             advance(n_bytes)

@@ -51,6 +51,7 @@ def find(target: GGUFFile) -> list[Candidate]:
     hub = Hub("any/repository")
     if hub.offline:
         raise FetchError("HF_HUB_OFFLINE is set: the hub can't be searched; name a draft that is in the cache with -hfd")
+    hub.has_token()
     found: dict[str, Candidate] = {}
     try:
         for wanted in ([TAG, target_tag(identity)], [TAG, f"{TAG}-lm", tokenizer_tag(identity)]):

@@ -54,6 +54,7 @@ def pull(
     hub = Hub(wanted.repo, "dataset" if data else "model")
     if hub.offline:
         return _offline(hub, wanted, folder, target, data, "HF_HUB_OFFLINE is set")
+    hub.has_token()
     what = wanted.repo
     try:
         hub, files = _look(hub, wanted, data)
