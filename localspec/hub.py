@@ -271,11 +271,37 @@ class Hub:
         found = self._lib.try_to_load_from_cache(self.repo, name, revision=self._commit, repo_type=self.kind)
         return isinstance(found, str)
 
-    def download(self, name: str, progress: Progress | None, folder: Path | None = None) -> Path:
-        """Its path, once it is there: in the cache, or in ``folder`` with what is unfinished below its ``.cache``. Call
-        `names` first."""
-        if progress is None or (folder is None and self.has(name)):
-            return self._download(name, folder)
+    def download(self, name: str, progress: Progress | None) -> Path:
+        """Its path in the cache, once it is there. Call `names` first."""
+        if progress is None or self.has(name):
+            return self._download(name)
+        with self._told(name, progress, self._so_far):
+            return self._download(name)
+
+    def resume(self, name: str, part: Path, progress: Progress | None) -> None:
+        """Fetch what is missing of a file at the end of ``part``, which need not exist. Call `names` first.
+
+        huggingface-hub 1.33 gives each download a name of its own, and a killed one is begun anew; here it goes on.
+        """
+        total = self._files[name].n_bytes
+        have = part.stat().st_size if part.exists() else 0
+        if total is None or have > total:
+            part.unlink(missing_ok=True)
+            have = 0
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as file:
+            if total is not None and have == total:
+                return
+            http_get: Callable[..., None] = importlib.import_module("huggingface_hub.file_download").http_get
+            url = self._lib.hf_hub_url(self.repo, name, repo_type=self.kind, revision=self._commit)
+            headers = importlib.import_module("huggingface_hub.utils").build_hf_headers()
+            watched = self._told(name, progress, lambda began: part.stat().st_size) if progress else contextlib.nullcontext()
+            with watched:
+                http_get(url, file, resume_size=have, headers=headers, expected_size=total)
+
+    @contextlib.contextmanager
+    def _told(self, name: str, progress: Progress, so_far: Callable[[float], int]) -> Iterator[None]:
+        """While entered, ``progress`` is told the bytes that there are of a file: ``so_far`` of the time when it began."""
         remote = self._files.get(name)
         title, total = f"{self.repo}/{name} from {self.endpoint}", (remote.n_bytes if remote else None) or 0
         began, done = time.time(), threading.Event()
@@ -283,26 +309,26 @@ class Hub:
 
         def watch() -> None:
             while not done.wait(_POLL_S):
-                n_bytes = self._so_far(began, folder)
-                progress(title, min(n_bytes, total) if total else n_bytes, total)
+                with contextlib.suppress(OSError):
+                    n_bytes = so_far(began)
+                    progress(title, min(n_bytes, total) if total else n_bytes, total)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            return self._download(name, folder)
+            yield
         finally:
             done.set()
             watcher.join()
 
-    def _download(self, name: str, folder: Path | None) -> Path:
+    def _download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download
-        return Path(download(self.repo, name, repo_type=self.kind, local_dir=folder))
+        return Path(download(self.repo, name, repo_type=self.kind))
 
-    def _so_far(self, began: float, folder: Path | None) -> int:
+    def _so_far(self, began: float) -> int:
         """Bytes on disk of the file that is being downloaded: the unfinished one that was written to since `began`."""
         n_bytes = 0
-        place = self._folder / "blobs" if folder is None else folder / ".cache"
-        for path in place.rglob("*.incomplete"):
+        for path in (self._folder / "blobs").glob("*.incomplete"):
             with contextlib.suppress(OSError):  # it may be renamed while we look
                 status = path.stat()
                 if status.st_mtime >= began - 1:

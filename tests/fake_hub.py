@@ -46,6 +46,7 @@ class FakeHub:
     ``hold_after``: bytes of a file that go out before the rest waits for ``go_on``. ``hold_upload_after``: bytes of a large
     file that come in before the rest does (``holding`` is set then).
     ``broken``: None, a status that every request gets, or "login-page"; only those with ``broken_at`` in their path.
+    ``ranges``: where the parts of files began that were asked for. ``ignored``: files that a commit leaves out.
     ``objects``: what lies in the store of large files, by SHA-256; a commit alone puts it into a repository.
     """
 
@@ -63,6 +64,7 @@ class FakeHub:
     hold_upload_after: int | None = None
     holding: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
+    ranges: list[int] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
 
 
@@ -129,11 +131,11 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
 
     def _sound(self, path: str) -> None:
         """Answer as a hub without troubles does."""
-        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)", path):
+        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/revision/main)?", path):
             self._info(match[1], match[2])
         elif path == "/api/models" and self.command == "GET":
             self._search()
-        elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/main/(.+)", path):
+        elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/(?:main|[0-9a-f]{40})/(.+)", path):
             self._file("dataset" if match[1] else "model", match[2], match[3])
         elif self.command not in ("POST", "PUT") or not self.take_upload(path):
             self._send(404, b"", {})
@@ -204,6 +206,7 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
         status = 200
         if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", "")):
             start = int(match[1])
+            self.hub.ranges.append(start)
             status = 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             content = content[start:]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command("pull")
 @click.argument("repo", metavar="[USER/REPO[:QUANT]]", required=False)
 @click.option("--for", "target", metavar="TARGET.gguf", help="Find a draft for this model, or check the one that is named.")
-@click.option("-o", "--output", metavar="DIR", help="Where it goes  [default: the hub's cache, where -hfd finds it]")
+@click.option("-o", "--output", metavar="DIR", help="Where it goes  [default: localspec's own cache]")
 @click.option("--list", "only_list", is_flag=True, help="Only print the drafts that --for finds.")
 @click.option("--choose", is_flag=True, help="Ask which of the drafts that --for finds.")
 @click.option("--data", is_flag=True, help="Take the training data of that name, though there is a model of it, too.")

@@ -56,16 +56,15 @@ def find(target: GGUFFile) -> list[Candidate]:
     try:
         for wanted in ([TAG, target_tag(identity)], [TAG, f"{TAG}-lm", tokenizer_tag(identity)]):
             for info in itertools.islice(hub.api.list_models(filter=wanted, cardData=True, limit=_AT_MOST), _AT_MOST):
-                candidate = _candidate(info, identity)
-                if candidate is not None:
-                    found[candidate.repo] = candidate
+                hit = candidate(info, identity)
+                if hit is not None:
+                    found[hit.repo] = hit
     except hub.failures as error:
-        problem = hub.diagnose(error, f"a search for {clip(target.name)}")
-        raise FetchError(problem.text.replace("any/repository", hub.endpoint)) from error
+        raise FetchError(hub.diagnose(error, hub.repo).text.replace(hub.repo, "the search for drafts")) from error
     return sorted(found.values(), key=lambda c: (c.method == "lm", -c.tokens_per_verify, -c.downloads, c.repo))
 
 
-def _candidate(info: Any, identity: TargetIdentity) -> Candidate | None:
+def candidate(info: Any, identity: TargetIdentity) -> Candidate | None:
     """A search's hit, unless its card is about something else, or not in a form that we know."""
     card = info.card_data.to_dict() if hasattr(info.card_data, "to_dict") else info.card_data
     about = card.get(KEY) if isinstance(card, Mapping) else None

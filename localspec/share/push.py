@@ -178,7 +178,7 @@ def _reason(hub: Hub, error: Exception, repo: str, what: str) -> str:
             return f"{what}: the hub refuses it as malformed (HTTP 400): check --license and --base-model"
         if status == 401:
             return f"{repo}: the hub refuses the token: renew it (log in with `hf auth login` or set HF_TOKEN)"
-        if status in (403, 404):
+        if status == 403 or type(cause).__name__ == "RepositoryNotFoundError":
             return f"{repo}: your token may not write there: check the name, and use a token with write access"
         if isinstance(cause, OSError) and cause.filename is not None:
             return f"{cause.filename} can't be read: {cause.strerror}; {_KEPT}"
