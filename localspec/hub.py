@@ -69,9 +69,9 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
     hub = Hub(wanted.repo)
     if hub.offline:
         return from_cache(hub, wanted, role, "HF_HUB_OFFLINE is set")
-    hub.has_token()
     what = wanted.repo
     try:
+        hub.has_token()
         names = hub.names()
         name = choose(names, wanted, role)
         what = f"{wanted.repo}/{name}"

@@ -134,6 +134,7 @@ class Uploads:
             if good:
                 self.hub.objects[oid] = content
             self._send(200 if good else 400, b"", {})
+        self.hub.requests.append("end of PUT")
         return True
 
     def _commit(self, repo: Repo, name: str) -> bool:

@@ -51,9 +51,9 @@ def find(target: GGUFFile) -> list[Candidate]:
     hub = Hub("any/repository")
     if hub.offline:
         raise FetchError("HF_HUB_OFFLINE is set: the hub can't be searched; name a draft that is in the cache with -hfd")
-    hub.has_token()
     found: dict[str, Candidate] = {}
     try:
+        hub.has_token()
         for wanted in ([TAG, target_tag(identity)], [TAG, f"{TAG}-lm", tokenizer_tag(identity)]):
             for info in itertools.islice(hub.api.list_models(filter=wanted, cardData=True, limit=_AT_MOST), _AT_MOST):
                 hit = candidate(info, identity)

@@ -48,9 +48,9 @@ def pull(
     hub = Hub(wanted.repo, "dataset" if data else "model")
     if hub.offline:
         return _without_hub(hub, wanted, folder, target, "HF_HUB_OFFLINE is set")
-    hub.has_token()
     what, place = wanted.repo, folder
     try:
+        hub.has_token()
         hub, files = _look(hub, wanted, data)
         kind, names = _parts(files, wanted, hub.kind)
         what = f"{wanted.repo}/{names[0]}" if kind == "draft" else wanted.repo

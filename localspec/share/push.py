@@ -55,10 +55,10 @@ def push(
     progress = None if theirs else progress
     if hub.offline:
         raise FetchError("HF_HUB_OFFLINE is set: nothing can be sent; unset it and try again")
-    if not hub.has_token():
-        raise FetchError("pushing needs a token that may write: log in with `hf auth login` or set HF_TOKEN")
     what = repo
     try:
+        if not hub.has_token():
+            raise FetchError("pushing needs a token that may write: log in with `hf auth login` or set HF_TOKEN")
         api = hub.api
         api.create_repo(repo, repo_type=artefact.repo_kind, private=private or None, exist_ok=True)
         before = api.repo_info(repo, repo_type=artefact.repo_kind)
