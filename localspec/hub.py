@@ -235,8 +235,10 @@ class Hub:
 
     @property
     def uses_xet(self) -> bool:
-        """Whether files go through the hf-xet extension, in pieces that are sent once."""
-        return not self._constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
+        """Whether files go through the hf-xet extension, in pieces that are sent once. False for versions of huggingface-hub
+        that can't switch it off: those ask the repository."""
+        allowed = getattr(self._constants, "HF_HUB_DISABLE_XET", True) is False
+        return allowed and importlib.util.find_spec("hf_xet") is not None
 
     @contextlib.contextmanager
     def own_bars(self) -> Iterator[None]:

@@ -112,6 +112,15 @@ def test_a_draft_into_the_cache_and_into_a_folder(hub: FakeHub, pull: Pull, targ
         assert "user/other can't be fetched" in pull("user/other", env=env).stderr
 
 
+def test_what_hfd_fetched_serves_without_the_hub(hub: FakeHub, pull: Pull, cli: Cli, target: Path, tmp_path: Path) -> None:
+    draft = share_things.draft(tmp_path / "draft.gguf", target)
+    shared(hub, "user/repo", draft)
+    cli("run", "-m", target, "-hfd", "user/repo", "-p", "x", "-n", "1", env=share_things.hub_env(hub))
+    done = pull("user/repo", env={"HF_HUB_OFFLINE": "1"})
+    assert (done.rc, done.stderr.count("\n")) == (0, 1)
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "home" / "huggingface")
+
+
 def test_a_checkpoint_and_shards(hub: FakeHub, pull: Pull, target: Path, tmp_path: Path) -> None:
     data, run = share_things.shards(tmp_path / "data", target), share_things.checkpoint(tmp_path / "run", target)
     shared(hub, "user/run", run)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from localspec.data.shards import Shards
+from localspec.share.push import Told
 from tests import fake_hub, share_things
 from tests.conftest import Cli, CliResult
 from tests.fake_hub import FakeHub, Repo
@@ -233,6 +234,18 @@ def test_a_hub_without_a_store_for_xet(hub: FakeHub, push: Push, draft: Path) ->
     assert done.rc == 2
     assert "draft.gguf" in done.stderr or "user/repo" in done.stderr
     assert "draft.gguf" not in hub.repos["user/repo"].files
+
+
+def test_what_is_sent_has_a_length_for_requests_too(draft: Path) -> None:
+    """huggingface-hub 0.x sends by requests, and a store takes nothing of unknown length."""
+    utils = pytest.importorskip("requests.utils")
+    told: list[int] = []
+    with draft.open("rb") as file:
+        reading = Told(file, told.append)
+        assert utils.super_len(reading) == draft.stat().st_size
+        assert reading.read(1000) + reading.read() == draft.read_bytes()
+        assert told == [1000, draft.stat().st_size]
+        assert reading.seek(0) == reading.tell() == 0
 
 
 def test_a_file_that_the_repository_ignores(hub: FakeHub, push: Push, draft: Path) -> None:

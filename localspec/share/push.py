@@ -129,14 +129,16 @@ def _operations(hub: Hub, artefact: Artefact, text: str | None) -> list[Any]:
         @contextmanager
         def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
             with super().as_file(with_tqdm) as file:
-                yield cast(BinaryIO, _Told(file, self.told))
+                yield cast(BinaryIO, Told(file, self.told))
 
     items = [] if text is None else [Addition(CARD, text.encode())]
     return items + [Addition(item.name, str(item.path) if item.content is None else item.content) for item in artefact.items]
 
 
-class _Told(io.BufferedIOBase):
+class Told(io.BufferedIOBase):
     """A file that tells how far it has been read."""
+
+    mode = "rb"  # requests (huggingface-hub 0.x) asks for it before it looks for a size; without one it sends in chunks
 
     def __init__(self, file: BinaryIO, told: Callable[[int], None]):
         self._file, self._told = file, told
@@ -174,7 +176,7 @@ def _reason(hub: Hub, error: Exception, repo: str, what: str) -> str:
     """One line about why nothing could be sent."""
     for cause in causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status == 400:
+        if status == 400 and what == repo:
             return f"{what}: the hub refuses it as malformed (HTTP 400): check --license and --base-model"
         if status == 401:
             return f"{repo}: the hub refuses the token: renew it (log in with `hf auth login` or set HF_TOKEN)"
