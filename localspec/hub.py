@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import importlib.util
 import re
 import threading
 import time
@@ -65,11 +66,12 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
         FetchError: one line that says what to do. It never holds the token.
     """
     wanted = Spec.parse(spec, "-hfd" if role == "draft" else "-hf")
-    hub = _Hub(wanted.repo)
+    hub = Hub(wanted.repo)
     if hub.offline:
-        return _from_cache(hub, wanted, role, "HF_HUB_OFFLINE is set")
+        return from_cache(hub, wanted, role, "HF_HUB_OFFLINE is set")
     what = wanted.repo
     try:
+        hub.has_token()
         names = hub.names()
         name = choose(names, wanted, role)
         what = f"{wanted.repo}/{name}"
@@ -78,7 +80,7 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
         problem = hub.diagnose(error, what)
         if problem.lasting:
             raise FetchError(problem.text) from error
-        return _from_cache(hub, wanted, role, problem.text)
+        return from_cache(hub, wanted, role, problem.text)
 
 
 def choose(names: Iterable[str], spec: Spec, role: str) -> str:
@@ -130,7 +132,8 @@ def _listing(names: Sequence[str]) -> str:
     return f"it has {', '.join(names[:_LISTED])}{more}"
 
 
-def _from_cache(hub: _Hub, spec: Spec, role: str, why: str) -> Path:
+def from_cache(hub: Hub, spec: Spec, role: str, why: str) -> Path:
+    """The cached file that ``spec`` means, where the hub can't be asked, for the reason ``why``. Raises FetchError."""
     cached = hub.cached()
     if not cached:
         raise FetchError(
@@ -144,7 +147,7 @@ def _from_cache(hub: _Hub, spec: Spec, role: str, why: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """Why the hub did not give a file. A ``lasting`` one is a whole message; any other follows "because", and means
     that a copy in the cache will do."""
 
@@ -152,7 +155,7 @@ class _Problem:
     lasting: bool
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and those that it wraps."""
     seen: BaseException | None = error
     while seen is not None:
@@ -160,13 +163,24 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__
 
 
-class _Hub:
+@dataclass(frozen=True)
+class RemoteFile:
+    """What the hub says of a file: its size in bytes (None: it doesn't say), and ``sha256`` (hex) of a large one or git's
+    hash ``sha1`` of a small one."""
+
+    n_bytes: int | None
+    sha256: str | None = None
+    sha1: str | None = None
+
+
+class Hub:
     """One repository on the hub, through huggingface-hub of any version we allow (0.x uses requests, 1.x httpx)."""
 
-    def __init__(self, repo: str) -> None:
-        self._repo = repo
+    def __init__(self, repo: str, kind: str = "model") -> None:
+        """``kind`` is "model" or "dataset": two repositories may have the same name."""
+        self.repo, self.kind = repo, kind
         self._commit: str | None = None
-        self._sizes: dict[str, int | None] = {}
+        self._files: dict[str, RemoteFile] = {}
         self._lib: Any = importlib.import_module("huggingface_hub")
         self._constants: Any = importlib.import_module("huggingface_hub.constants")
         utils: Any = importlib.import_module("huggingface_hub.utils")
@@ -193,48 +207,125 @@ class _Hub:
     @property
     def _folder(self) -> Path:
         """Where the cache keeps this repository."""
-        return self.cache / f"models--{self._repo.replace('/', '--')}"
+        return self.cache / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
     @property
     def endpoint(self) -> str:
         """The hub's address, without a password that somebody may have put in it."""
         return re.sub(r"//[^/@]*@", "//", str(self._constants.ENDPOINT))
 
+    @property
+    def api(self) -> Any:
+        """huggingface-hub's HfApi."""
+        return self._lib.HfApi()
+
+    def has_token(self) -> bool:
+        """Whether huggingface-hub finds a token, in HF_TOKEN or where a login left it. Raises FetchError for one that can't
+        be sent: the library's own error would show it."""
+        token: str | None = self._lib.get_token()
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            where = "HF_TOKEN, or what `hf auth login` stored,"
+            raise FetchError(f"{where} holds characters that no token has: copy the token again")
+        return token is not None
+
+    @property
+    def addition(self) -> Any:
+        """huggingface-hub's class of a file to add in a commit."""
+        return self._lib.CommitOperationAdd
+
+    @property
+    def uses_xet(self) -> bool:
+        """Whether files go through the hf-xet extension, in pieces that are sent once. False for versions of huggingface-hub
+        that can't switch it off: those ask the repository."""
+        allowed = getattr(self._constants, "HF_HUB_DISABLE_XET", True) is False
+        return allowed and importlib.util.find_spec("hf_xet") is not None
+
+    @contextlib.contextmanager
+    def own_bars(self) -> Iterator[None]:
+        """While entered, huggingface-hub shows its own progress bars, unless the person has switched them off."""
+        utils: Any = importlib.import_module("huggingface_hub.utils")
+        if self._constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
+            yield
+            return
+        utils.enable_progress_bars()
+        try:
+            yield
+        finally:
+            utils.disable_progress_bars()
+
     def names(self) -> list[str]:
         """The names of all files on the main branch."""
+        return list(self.files())
+
+    def files(self) -> dict[str, RemoteFile]:
+        """All files on the main branch, by name."""
         timeout = float(self._constants.HF_HUB_ETAG_TIMEOUT)
-        info = self._lib.HfApi().model_info(self._repo, timeout=timeout, files_metadata=True)
-        self._commit, self._sizes = info.sha, {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
-        return list(self._sizes)
+        info = self.api.repo_info(self.repo, repo_type=self.kind, timeout=timeout, files_metadata=True)
+        self._commit = info.sha
+        self._files = {}
+        for sibling in info.siblings or ():
+            sha256 = getattr(sibling.lfs, "sha256", None) if sibling.lfs else None
+            self._files[sibling.rfilename] = RemoteFile(sibling.size, sha256, None if sha256 else sibling.blob_id)
+        return self._files
 
     def has(self, name: str) -> bool:
         """Whether the cache holds this file as it is on the main branch now. Call `names` first."""
-        return isinstance(self._lib.try_to_load_from_cache(self._repo, name, revision=self._commit), str)
+        found = self._lib.try_to_load_from_cache(self.repo, name, revision=self._commit, repo_type=self.kind)
+        return isinstance(found, str)
 
     def download(self, name: str, progress: Progress | None) -> Path:
-        """Its path, once it is there. Call `names` first."""
+        """Its path in the cache, once it is there. Call `names` first."""
         if progress is None or self.has(name):
             return self._download(name)
-        title, total = f"{self._repo}/{name} from {self.endpoint}", self._sizes.get(name) or 0
+        with self._told(name, progress, self._so_far):
+            return self._download(name)
+
+    def resume(self, name: str, part: Path, progress: Progress | None) -> None:
+        """Fetch what is missing of a file at the end of ``part``, which need not exist. Call `names` first.
+
+        huggingface-hub 1.33 gives each download a name of its own, and a killed one is begun anew; here it goes on.
+        """
+        total = self._files[name].n_bytes
+        have = part.stat().st_size if part.exists() else 0
+        if total is None or have > total:
+            part.unlink(missing_ok=True)
+            have = 0
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as file:
+            if total is not None and have == total:
+                return
+            http_get: Callable[..., None] = importlib.import_module("huggingface_hub.file_download").http_get
+            url = self._lib.hf_hub_url(self.repo, name, repo_type=self.kind, revision=self._commit)
+            headers = importlib.import_module("huggingface_hub.utils").build_hf_headers()
+            watched = self._told(name, progress, lambda began: part.stat().st_size) if progress else contextlib.nullcontext()
+            with watched:
+                http_get(url, file, resume_size=have, headers=headers, expected_size=total)
+
+    @contextlib.contextmanager
+    def _told(self, name: str, progress: Progress, so_far: Callable[[float], int]) -> Iterator[None]:
+        """While entered, ``progress`` is told the bytes that there are of a file: ``so_far`` of the time when it began."""
+        remote = self._files.get(name)
+        title, total = f"{self.repo}/{name} from {self.endpoint}", (remote.n_bytes if remote else None) or 0
         began, done = time.time(), threading.Event()
         progress(title, 0, total)
 
         def watch() -> None:
             while not done.wait(_POLL_S):
-                n_bytes = self._so_far(began)
-                progress(title, min(n_bytes, total) if total else n_bytes, total)
+                with contextlib.suppress(OSError):
+                    n_bytes = so_far(began)
+                    progress(title, min(n_bytes, total) if total else n_bytes, total)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            return self._download(name)
+            yield
         finally:
             done.set()
             watcher.join()
 
     def _download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download
-        return Path(download(self._repo, name))
+        return Path(download(self.repo, name, repo_type=self.kind))
 
     def _so_far(self, began: float) -> int:
         """Bytes on disk of the file that is being downloaded: the unfinished one that was written to since `began`."""
@@ -262,32 +353,32 @@ class _Hub:
                     found.setdefault(path.relative_to(snapshot).as_posix(), path)
         return found
 
-    def diagnose(self, error: Exception, what: str) -> _Problem:
+    def diagnose(self, error: Exception, what: str) -> Problem:
         """What an error of huggingface-hub means to the person who asked for ``what``. Nothing of its text is passed on:
         it may hold signed addresses."""
-        for cause in _causes(error):
+        for cause in causes(error):
             status = getattr(getattr(cause, "response", None), "status_code", None)
             if isinstance(status, int):
                 if status >= 500:
-                    return _Problem(f"{self.endpoint} answers HTTP {status}", lasting=False)
-                return _Problem(self._refusal(type(cause).__name__, status), lasting=True)
+                    return Problem(f"{self.endpoint} answers HTTP {status}", lasting=False)
+                return Problem(self._refusal(type(cause).__name__, status), lasting=True)
             if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 where = f"the disk that holds {self.cache} is full"
-                return _Problem(f"{what}: {where}; free some space or set HF_HOME to another folder", lasting=True)
+                return Problem(f"{what}: {where}; free some space or set HF_HOME to another folder", lasting=True)
             if isinstance(cause, OSError) and cause.filename is not None:
                 where = f"{cause.filename}: {cause.strerror}"
-                return _Problem(f"{what}: {where}; set HF_HOME to a folder that can be written to", lasting=True)
+                return Problem(f"{what}: {where}; set HF_HOME to a folder that can be written to", lasting=True)
             if "CERTIFICATE_VERIFY_FAILED" in str(cause):
-                return _Problem(f"the certificate of {self.endpoint} is not trusted (set SSL_CERT_FILE)", lasting=False)
+                return Problem(f"the certificate of {self.endpoint} is not trusted (set SSL_CERT_FILE)", lasting=False)
         if type(error).__name__ == "HFValidationError":
-            return _Problem(f"{self._repo} can't be the name of a repository: check it", lasting=True)
+            return Problem(f"{self.repo} can't be the name of a repository: check it", lasting=True)
         foreign = (ValueError, KeyError, TypeError)
-        if isinstance(error, foreign) or any(type(cause).__name__ == "FileMetadataError" for cause in _causes(error)):
+        if isinstance(error, foreign) or any(type(cause).__name__ == "FileMetadataError" for cause in causes(error)):
             advice = "check HF_ENDPOINT and whether your network wants you to log in"
-            return _Problem(f"{what}: {self.endpoint} does not answer as a hub does; {advice}", lasting=True)
-        if what == self._repo:
-            return _Problem(f"{self.endpoint} can't be reached", lasting=False)
-        return _Problem(f"the download of {what} broke off", lasting=False)
+            return Problem(f"{what}: {self.endpoint} does not answer as a hub does; {advice}", lasting=True)
+        if what == self.repo:
+            return Problem(f"{self.endpoint} can't be reached", lasting=False)
+        return Problem(f"the download of {what} broke off", lasting=False)
 
     def _refusal(self, kind: str, status: int) -> str:
         """What to do about an answer of the 400s; ``kind`` is the name of huggingface-hub's exception."""
@@ -295,15 +386,15 @@ class _Hub:
         log_in = "log in with `hf auth login` or set HF_TOKEN"
         if kind == "GatedRepoError":
             then = "use a token that may read gated repositories" if has_token else log_in
-            return f"{self._repo} is gated: accept its terms at {self.endpoint}/{self._repo}, then {then}"
+            return f"{self.repo} is gated: accept its terms at {self.endpoint}/{self.repo}, then {then}"
         if kind == "RepositoryNotFoundError":
             then = "use a token that may read it" if has_token else log_in
-            return f"{self._repo} does not exist at {self.endpoint}, or is private: check the name; if private, {then}"
+            return f"{self.repo} does not exist at {self.endpoint}, or is private: check the name; if private, {then}"
         if status == 401:
-            return f"{self._repo}: the hub refuses the token: " + (f"renew it ({log_in})" if has_token else log_in)
+            return f"{self.repo}: the hub refuses the token: " + (f"renew it ({log_in})" if has_token else log_in)
         if status == 403:
-            return f"{self._repo}: the hub forbids access: check what your token may read, or {log_in}"
+            return f"{self.repo}: the hub forbids access: check what your token may read, or {log_in}"
         if status == 429:
             then = "wait a few minutes" if has_token else f"wait a few minutes, or {log_in}"
-            return f"{self._repo}: too many requests to the hub: {then}"
-        return f"{self._repo}: {self.endpoint} answers HTTP {status}: check the name and try again"
+            return f"{self.repo}: too many requests to the hub: {then}"
+        return f"{self.repo}: {self.endpoint} answers HTTP {status}: check the name and try again"

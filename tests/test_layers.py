@@ -23,7 +23,7 @@ LAYERS = [
     ["eagle3_net", "target"],
     ["drafters", "data"],
     ["engine"],
-    ["report"],
+    ["report", "share"],
     ["bench", "curve", "peer", "chat", "chat_screen", "train", "convert"],
     ["cli"],
 ]

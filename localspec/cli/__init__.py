@@ -30,6 +30,8 @@ COMMANDS = {
     "extract": ("data_cmd", "extract_cmd", "Read the target's states for texts that exist already."),
     "convert": ("convert_cmd", "convert_cmd", "Export to GGUF: a trained draft, or a model in another quantisation."),
     "quantize": ("convert_cmd", "quantize_cmd", "Write a GGUF in another quantisation."),
+    "push": ("push_cmd", "push_cmd", "Send a draft or training data to the Hugging Face Hub, with a card."),
+    "pull": ("pull_cmd", "pull_cmd", "Fetch a draft or training data from the Hub, or find a draft for a target."),
 }
 
 

@@ -43,6 +43,28 @@ def download(say: Callable[[str], None]) -> Iterator[fetch.Progress]:
         yield report
 
 
+@contextmanager
+def transfer(say: Callable[[str], None], verb: str) -> Iterator[fetch.Progress]:
+    """Yields what several files in a row are reported to, which their titles tell apart: for each a line through `say`
+    ("`verb` TITLE (12 MB)"), and on a terminal a bar."""
+    with ExitStack() as stack:
+        shown = ""
+        advance: Callable[[int], None] = lambda n: None  # noqa: E731
+
+        def report(title: str, n_bytes: int, total: int) -> None:
+            nonlocal advance, shown
+            if title != shown:
+                stack.close()
+                shown = title
+                size = f"{total / 1e6:.{0 if total > 1e7 else 1}f} MB" if total > 1e5 else f"{total / 1e3:.1f} kB"
+                say(f"{verb} {title}" + (f" ({size})" if total else ""))
+                if sys.stderr.isatty():
+                    advance = _bytes_bar(stack, total)
+            advance(n_bytes)
+
+        yield report
+
+
 def _bytes_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
