@@ -1,0 +1,121 @@
+"""Tiny models in Hugging Face's layout: transformers' own classes, numbers that depend on the names alone, and tokenizers
+made by hand, so that nothing here changes with a library's version."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{TAIL}"
+QWEN2 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{TAIL}"
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+# Words, parts of words, and things that reach over the end of a word: whoever cuts text wrongly will use those.
+WORDS = (
+    "the cat", " the", " cat", "ing", " sing", "ll", "'ll", "I'll", "'S", "HE'S", " quick", " brown", "over", " over the",
+    "1234", "12", "3 4", " 123", "\n\n", "\n\n\n", "  ", "   ", "    ", " \n", "\r\n", "\t\t", "---", "==", "();", ".\n", "!!",
+    "été", " naïve", "日本", "日本語", "Привет", " мир", "🙂🙂", "a.b", "x_y", "fun(", " return", "if (", "e\u0301",
+)  # fmt: skip
+
+TEXTS = (
+    "", " ", "the cat sat over the 1234 cats.", "I'll sing, HE'S singing; we'Ll see.", "  the   cat    \n\n\n the\r\n\r\ncat \n x",
+    "12 123 1234 12345 3 4 ½ ²³ ٣٤", "été naïve 日本語日本 Привет мир 🙂🙂🙂🙃 e\u0301 \u0301", "if (x_y) return a.b();\n\n\tfun(1);--- ==!!",
+    "\t\t\ttabs", "trailing   ", "   leading", "\n", " \n \n", "a\u00a0b\u2003c", "x<s>y</s> <tool> <extra>z", "<|mark|>the cat<|mark|>",
+    "don't DON'T 'tis ''s's", "ﬁ Ａ１２ ﷺ", "a▁b ▁▁ c",
+)  # fmt: skip
+
+
+def fill(model: Any, around: float = 1.0) -> Any:
+    """Gives each parameter numbers that its name decides: multiples of 1/1024; of norms `around` plus a little."""
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name or "embed_scale" in name or "softcap" in name:
+                continue
+            rng = np.random.default_rng(zlib.crc32(name.encode()))
+            values = rng.standard_normal(tuple(parameter.shape)) * 0.2
+            if "norm" in name or "layer_scalar" in name:
+                values += around if "norm" in name else 1.0
+            parameter.copy_(torch.from_numpy(np.round(values * 1024) / 1024))
+    return model.eval()
+
+
+def save(model: Any, path: Path, tokenizer: Tokenizer, **config: Any) -> Path:
+    """Writes weights, configuration and tokenizer; `config` goes into tokenizer_config.json."""
+    model.save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def byte_level(kind: str = "llama-bpe", bos: bool = True) -> Tokenizer:
+    """A byte-level BPE whose words are cut as llama.cpp's `kind` does it; <s>, </s>, <tool> and <extra> are added."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1} | {char: index + 2 for index, char in enumerate(alphabet)}
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    merges = _merges(vocab, [to_bytes.pre_tokenize_str(word)[0][0] for word in WORDS])
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
+    bytes_only = to_bytes
+    if kind in ("llama-bpe", "smaug-bpe", "qwen2"):
+        words = pre_tokenizers.Split(Regex(QWEN2 if kind == "qwen2" else LLAMA3), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_only])
+    elif kind == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|mark|>"])
+    tokenizer.add_tokens(["<tool>", "<extra>"])
+    trim = processors.ByteLevel(trim_offsets=False)
+    start = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
+    tokenizer.post_processor = processors.Sequence([trim, start]) if bos else trim
+    return tokenizer
+
+
+def spaced(prefix: bool = False, bos: str = "<s>", unknown: str = "<unk>") -> Tokenizer:
+    """A BPE over ▁ with bytes for what it doesn't know, as SentencePiece's models become in tokenizer.json."""
+    vocab = {bos: 0, "</s>": 1, unknown: 2, "<pad>": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    words = [word.replace(" ", "▁") for word in WORDS]
+    for char in sorted({char for word in words for char in word} | set("abcdefghijklmnopqrstuvwxyzHS.,;'<>")):
+        vocab.setdefault(char, len(vocab))
+    merges = _merges(vocab, words)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([bos, "</s>", unknown, "<pad>", "<|mark|>"])
+    tokenizer.add_tokens(["<tool>", "<extra>"])
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, 0)])
+    return tokenizer
+
+
+def _merges(vocab: dict[str, int], words: list[str]) -> list[tuple[str, str]]:
+    """The merges that build each word from its left end; the tokens that they give are added to `vocab`."""
+    merges: dict[tuple[str, str], None] = {}
+    for word in words:
+        for end in range(1, len(word)):
+            merges[word[:end], word[end]] = None
+            vocab.setdefault(word[: end + 1], len(vocab))
+    return list(merges)
