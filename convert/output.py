@@ -72,8 +72,8 @@ def scratch(target: Path) -> Iterator[Path]:
 def write_gguf(
     path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, tuple[str, np.ndarray]]
 ) -> None:
-    """Write one GGUF file. `keys` are full names in order: int becomes u32, float f32, a list of int an array of i32;
-    `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes
+    """Write one GGUF file. `keys` are full names in order: int becomes u32, float f32, a list an array of i32 or
+    bool; `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes
     u8[..., n].
     """
     import gguf
@@ -141,7 +141,8 @@ def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
         elif isinstance(value, str):
             writer.add_string(key, value)
         else:
-            writer.add_key_value(key, list(value), types.ARRAY, sub_type=types.INT32)
+            is_bools = all(isinstance(item, bool) for item in value)
+            writer.add_key_value(key, list(value), types.ARRAY, sub_type=types.BOOL if is_bools else types.INT32)
 
 
 class Typed:

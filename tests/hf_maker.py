@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,17 +45,73 @@ SIZES = {
 
 # Words, parts of words, and things that reach over the end of a word: whoever cuts text wrongly will use those.
 WORDS = (
-    "the cat", " the", " cat", "ing", " sing", "ll", "'ll", "I'll", "'S", "HE'S", " quick", " brown", "over", " over the",
-    "1234", "12", "3 4", " 123", "\n\n", "\n\n\n", "  ", "   ", "    ", " \n", "\r\n", "\t\t", "---", "==", "();", ".\n", "!!",
-    "été", " naïve", "日本", "日本語", "Привет", " мир", "🙂🙂", "a.b", "x_y", "fun(", " return", "if (", "e\u0301",
-)  # fmt: skip
+    "the cat",
+    " the",
+    " cat",
+    "ing",
+    " sing",
+    "ll",
+    "'ll",
+    "I'll",
+    "'S",
+    "HE'S",
+    " quick",
+    " brown",
+    "over",
+    " over the",
+    "1234",
+    "12",
+    "3 4",
+    " 123",
+    "\n\n",
+    "\n\n\n",
+    "  ",
+    "   ",
+    "    ",
+    " \n",
+    "\r\n",
+    "\t\t",
+    "---",
+    "==",
+    "();",
+    ".\n",
+    "!!",
+    "été",
+    " naïve",
+    "日本",
+    "日本語",
+    "Привет",
+    " мир",
+    "🙂🙂",
+    "a.b",
+    "x_y",
+    "fun(",
+    " return",
+    "if (",
+    "e\u0301",
+)
 
 TEXTS = (
-    "", " ", "the cat sat over the 1234 cats.", "I'll sing, HE'S singing; we'Ll see.", "  the   cat    \n\n\n the\r\n\r\ncat \n x",
-    "12 123 1234 12345 3 4 ½ ²³ ٣٤", "été naïve 日本語日本 Привет мир 🙂🙂🙂🙃 e\u0301 \u0301", "if (x_y) return a.b();\n\n\tfun(1);--- ==!!",
-    "\t\t\ttabs", "trailing   ", "   leading", "\n", " \n \n", "a\u00a0b\u2003c", "x<s>y</s> <tool> <extra>z", "<|mark|>the cat<|mark|>",
-    "don't DON'T 'tis ''s's", "ﬁ Ａ１２ ﷺ", "a▁b ▁▁ c",
-)  # fmt: skip
+    "",
+    " ",
+    "the cat sat over the 1234 cats.",
+    "I'll sing, HE'S singing; we'Ll see.",
+    "  the   cat    \n\n\n the\r\n\r\ncat \n x",
+    "12 123 1234 12345 3 4 ½ ²³ ٣٤",
+    "été naïve 日本語日本 Привет мир 🙂🙂🙂🙃 e\u0301 \u0301",
+    "if (x_y) return a.b();\n\n\tfun(1);--- ==!!",
+    "\t\t\ttabs",
+    "trailing   ",
+    "   leading",
+    "\n",
+    " \n \n",
+    "a\u00a0b\u2003c",
+    "x<s>y</s> <tool> <extra>z",
+    "<|mark|>the cat<|mark|>",
+    "don't DON'T 'tis ''s's",
+    "ﬁ Ａ１２ ﷺ",
+    "a▁b ▁▁ c",
+)
 
 
 def fill(model: Any, around: float = 1.0) -> Any:
@@ -119,3 +188,67 @@ def _merges(vocab: dict[str, int], words: list[str]) -> list[tuple[str, str]]:
             merges[word[:end], word[end]] = None
             vocab.setdefault(word[: end + 1], len(vocab))
     return list(merges)
+
+
+def llama(**settings: Any) -> Any:
+    return fill(LlamaForCausalLM(LlamaConfig(**SIZES | settings)))
+
+
+def qwen2(**settings: Any) -> Any:
+    return fill(Qwen2ForCausalLM(Qwen2Config(**SIZES | settings)))
+
+
+def qwen3(**settings: Any) -> Any:
+    return fill(Qwen3ForCausalLM(Qwen3Config(**SIZES | {"head_dim": 32} | settings)))
+
+
+def gemma3(**settings: Any) -> Any:
+    sizes = SIZES | {"vocab_size": N_SPACED, "num_hidden_layers": 7, "head_dim": 32, "sliding_window": 24}
+    return fill(Gemma3ForCausalLM(Gemma3TextConfig(**sizes | {"query_pre_attn_scalar": 32} | settings)), around=0.0)
+
+
+def gemma4(**settings: Any) -> Any:
+    sizes = SIZES | {"vocab_size": N_SPACED, "vocab_size_per_layer_input": N_SPACED, "num_hidden_layers": 6, "head_dim": 16}
+    sizes |= {"global_head_dim": 32, "hidden_size_per_layer_input": 16, "sliding_window": 24, "layer_types": WINDOWED * 2}
+    return fill(Gemma4ForCausalLM(Gemma4TextConfig(**sizes | {"final_logit_softcapping": 30.0} | settings)))
+
+
+WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
+N_SPACED = spaced().get_vocab_size()
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE["original_max_position_embeddings"] = 64
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 32}
+_K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+
+#: what is converted, by name; those that begin with gemma go with `spaced`, the others with `byte_level`
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "llama-3.1": lambda: llama(rope_parameters=_LLAMA3_ROPE),
+    "llama-linear": lambda: llama(rope_parameters=_LINEAR),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=24),
+    "qwen2": qwen2,
+    "qwen2-yarn": lambda: qwen2(rope_parameters=_YARN),
+    "qwen3": lambda: qwen3(tie_word_embeddings=True),
+    "gemma3": gemma3,
+    "gemma3-linear": lambda: gemma3(
+        rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3-pattern": lambda: gemma3(layer_types=["full_attention", *WINDOWED * 2]),
+    "gemma4": gemma4,
+    "gemma4-shared": lambda: gemma4(
+        num_kv_shared_layers=2, use_double_wide_mlp=True, layer_types=["sliding_attention", "full_attention"] * 3
+    ),
+    "gemma4-k-is-v": lambda: gemma4(**_K_IS_V),
+    "gemma4-experts": lambda: gemma4(**_K_IS_V | _EXPERTS),
+}
+
+
+def made(name: str, path: Path) -> tuple[Any, Path]:
+    """A model of MODELS, and the directory in which it is saved with a tokenizer that fits."""
+    model = MODELS[name]()
+    if name.startswith("gemma"):
+        return model, save(model, path, spaced(bos="<bos>"), bos_token="<bos>", unk_token="<unk>", pad_token="<pad>")
+    return model, save(model, path, byte_level("qwen2" if name.startswith("qwen") else "llama-bpe"))

@@ -49,6 +49,10 @@ class Config:
         value = self._values.get(key)
         return default if value is None else value
 
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Take `defaults` for the settings that are missing."""
+        self._values |= {key: value for key, value in defaults.items() if self._values.get(key) is None}
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive whole number."""
         value = self.get(key, default)

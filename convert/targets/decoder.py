@@ -23,6 +23,21 @@ _ROPE_SETTINGS = {
 _ALWAYS = {"rope_type", "type", "rope_theta"}
 
 
+#: norms of one layer of Gemma 3 and 4: their names in GGUF -> in the checkpoint
+GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def is_beside_the_text(name: str) -> bool:
+    """Whether a tensor of a model that sees or hears as well belongs to that, not to the text."""
+    name = name.removeprefix("model.")
+    return name.startswith(("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio."))
+
+
 class Decoder:
     """The sizes of a model, and its tensors one by one. Attributes are named as in GGUF's keys."""
 
@@ -79,30 +94,33 @@ class Decoder:
         """The name of a tensor of a layer in the checkpoint."""
         return f"{self.prefix}layers.{index}.{name}"
 
-    def matrices(self, index: int) -> list[Tensor]:
-        """The matrices of one layer's attention and gated feed-forward network."""
-        n_q, n_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
+    def matrices(
+        self, index: int, head_dim: int | None = None, n_head_kv: int | None = None, n_ff: int | None = None
+    ) -> list[Tensor]:
+        """The matrices of one layer's attention and gated feed-forward network; sizes only where the layers differ."""
+        n_q, n_kv = (heads * (head_dim or self.head_dim) for heads in (self.n_head, n_head_kv or self.n_head_kv))
+        n_ff = n_ff or self.n_ff
         shapes = {
             ("attn_q", "self_attn.q_proj"): (n_q, self.n_embd),
             ("attn_k", "self_attn.k_proj"): (n_kv, self.n_embd),
             ("attn_v", "self_attn.v_proj"): (n_kv, self.n_embd),
             ("attn_output", "self_attn.o_proj"): (self.n_embd, n_q),
-            ("ffn_gate", "mlp.gate_proj"): (self.n_ff, self.n_embd),
-            ("ffn_up", "mlp.up_proj"): (self.n_ff, self.n_embd),
-            ("ffn_down", "mlp.down_proj"): (self.n_embd, self.n_ff),
+            ("ffn_gate", "mlp.gate_proj"): (n_ff, self.n_embd),
+            ("ffn_up", "mlp.up_proj"): (n_ff, self.n_embd),
+            ("ffn_down", "mlp.down_proj"): (self.n_embd, n_ff),
         }
         return [
             Tensor(f"blk.{index}.{name}.weight", self.layer(index, f"{source}.weight"), shape)
             for (name, source), shape in shapes.items()
         ]
 
-    def norms(self, index: int, names: dict[str, str], change: Any = None) -> list[Tensor]:
+    def norms(self, index: int, names: dict[str, str], change: Any = None, head_dim: int | None = None) -> list[Tensor]:
         """Norms of one layer: their names in GGUF -> in the checkpoint. Those of queries and keys are as long as a head."""
         return [
             Tensor(
                 f"blk.{index}.{name}.weight",
                 self.layer(index, f"{source}.weight"),
-                (self.head_dim if source.startswith("self_attn.") else self.n_embd,),
+                (head_dim or self.head_dim if source.startswith("self_attn.") else self.n_embd,),
                 change,
             )
             for name, source in names.items()

@@ -8,6 +8,7 @@ by rank over plain text with ▁ for spaces).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,9 @@ def tokenizer_keys(path: Path, config: Config, n_vocab: int, spaced: str = "llam
         keys = _gemma4(files, n_vocab)
     else:
         keys = _sentencepiece(files, n_vocab)
-    return keys | _special_keys(files, config, n_vocab) | _template_key(files)
+    tokens: list[str] = keys["tokenizer.ggml.tokens"].value
+    _check_unique(files, tokens)
+    return keys | _special_keys(files, config, tokens) | _template_key(files)
 
 
 def _byte_level(files: TokenizerFiles, n_vocab: int) -> dict[str, Any]:
@@ -149,8 +152,9 @@ def _sentencepiece(files: TokenizerFiles, n_vocab: int) -> dict[str, Any]:
         scores = [-10000.0] * n_vocab
         if len(pieces.texts) > n_vocab:
             raise files.error(f"has {len(pieces.texts)} pieces for {n_vocab} rows of embeddings")
-        for index, text in enumerate(pieces.texts):
-            tokens[index], types[index], scores[index] = text, pieces.types[index], pieces.scores[index]
+        for index, (text, kind) in enumerate(zip(pieces.texts, pieces.types)):
+            tokens[index] = text.replace(_SPACE, " ") if kind == USER_DEFINED else text  # found in the text as it comes
+            types[index], scores[index] = kind, pieces.scores[index]
         prefix = pieces.space_prefix
     elif files.main:
         tokens, types, scores = _scored(files, n_vocab)
@@ -160,7 +164,7 @@ def _sentencepiece(files: TokenizerFiles, n_vocab: int) -> dict[str, Any]:
     if files.main:
         prefix = _puts_space(files)
     for token in files.added():
-        if token.id >= n_vocab or (types[token.id] in (UNKNOWN, BYTE) and tokens[token.id] == token.text):
+        if token.id >= n_vocab or types[token.id] == BYTE:
             continue
         is_control = token.is_special or _looks_special(token.text)
         tokens[token.id] = token.text if is_control else token.text.replace(_SPACE, " ")
@@ -280,10 +284,15 @@ def _ends(files: TokenizerFiles) -> tuple[str | None, str | None]:
     return first, last
 
 
-def _special_keys(files: TokenizerFiles, config: Config, n_vocab: int) -> dict[str, Any]:
-    ids = {token.text: token.id for token in files.added()}
-    vocab = files.model.get("vocab")
-    vocab = vocab if isinstance(vocab, dict) else {}
+def _check_unique(files: TokenizerFiles, tokens: list[str]) -> None:
+    """Raise ModelFileError for two tokens of one text: llama.cpp aborts on them."""
+    if len(set(tokens)) < len(tokens):
+        double = next(text for text, count in Counter(tokens).items() if count > 1)
+        raise files.error(f"has the token {double!r} twice")
+
+
+def _special_keys(files: TokenizerFiles, config: Config, tokens: list[str]) -> dict[str, Any]:
+    ids = {text: index for index, text in enumerate(tokens)}
     named = _optional(files.path / "special_tokens_map.json")
     first, last = _ends(files)
     keys: dict[str, Any] = {}
@@ -292,11 +301,11 @@ def _special_keys(files: TokenizerFiles, config: Config, n_vocab: int) -> dict[s
         text = entry.get("content") if isinstance(entry, dict) else entry
         if short in ("bos", "eos"):
             text = {"bos": first, "eos": last}[short] or text
-        index = ids.get(text, vocab.get(text)) if isinstance(text, str) else None
+        index = ids.get(text) if isinstance(text, str) else None
         if index is None:
             index = config.get(f"{short}_token_id")
             index = index[0] if isinstance(index, list) and index else index
-        if isinstance(index, int) and not isinstance(index, bool) and 0 <= index < n_vocab:
+        if isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(tokens):
             keys[f"tokenizer.ggml.{key}_token_id"] = index
     for short, found in (("bos", first), ("eos", last)):
         wanted = found is not None
