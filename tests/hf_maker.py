@@ -4,6 +4,7 @@ made by hand, so that nothing here changes with a library's version."""
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -165,10 +166,14 @@ def byte_level(kind: str = "llama-bpe", bos: bool = True) -> Tokenizer:
 def spaced(prefix: bool = False, bos: str = "<s>", unknown: str = "<unk>") -> Tokenizer:
     """A BPE over ▁ with bytes for what it doesn't know, as SentencePiece's models become in tokenizer.json."""
     vocab = {bos: 0, "</s>": 1, unknown: 2, "<pad>": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
-    words = [word.replace(" ", "▁") for word in WORDS]
+    # in such vocabularies a newline is a token of its own, or together with others of its kind
+    words = [word.replace(" ", "▁") for word in WORDS if "\n" not in word or not word.strip("\n")]
     for char in sorted({char for word in words for char in word} | set("abcdefghijklmnopqrstuvwxyzHS.,;'<>")):
         vocab.setdefault(char, len(vocab))
-    merges = _merges(vocab, words)
+    # SentencePiece joins any two pieces that give a third one, the better ones first: all such pairs are merges
+    pieces = dict.fromkeys(left + right for left, right in _merges(vocab, words))
+    splits = [(piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece))]
+    merges = [pair for pair in splits if pair[0] in vocab and pair[1] in vocab]
     tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
@@ -178,6 +183,22 @@ def spaced(prefix: bool = False, bos: str = "<s>", unknown: str = "<unk>") -> To
     tokenizer.add_tokens(["<tool>", "<extra>"])
     tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, 0)])
     return tokenizer
+
+
+def sentencepiece(tokenizer: Tokenizer) -> bytes:
+    """The tokenizer.model (a protobuf) of which `spaced(prefix=True)` could have been made."""
+    data = json.loads(tokenizer.to_str())
+    added = {entry["id"]: 3 if entry["special"] else 4 for entry in data["added_tokens"]}
+    scores = {left + right: -float(rank) for rank, (left, right) in reversed([*enumerate(data["model"]["merges"])])}
+    pieces = []
+    for text, index in sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]):
+        kind = 2 if text == "<unk>" else added.get(index, 6 if text.startswith("<0x") else 1)
+        raw = text.encode()
+        piece = b"\x0a" + bytes([len(raw)]) + raw + b"\x15" + struct.pack("<f", scores.get(text, 0.0)) + bytes([0x18, kind])
+        pieces.append(b"\x0a" + bytes([len(piece)]) + piece)
+    trainer = bytes([0x18, 2])  # BPE
+    normalizer = b"\x0a\x08identity" + bytes([0x18, 1, 0x20, 0])  # a space before the text; others are left alone
+    return b"".join([*pieces, b"\x12", bytes([len(trainer)]), trainer, b"\x1a", bytes([len(normalizer)]), normalizer])
 
 
 def _merges(vocab: dict[str, int], words: list[str]) -> list[tuple[str, str]]:

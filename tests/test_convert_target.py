@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,67 @@ def test_byte_level_tokenizers_cut_text_alike(kind: str, bos: bool, tmp_path: Pa
             assert model.tokenizer.encode(text) == tokenizer.encode(text).ids, text
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             assert model.tokenizer.decode(ids, special=True) == tokenizer.decode(ids, skip_special_tokens=False), text
+
+
+EXPECTED = json.loads((Path(__file__).parent / "expected_targets.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_keys_and_tensors_are_those_of_llama_cpps_converter(name: str, tmp_path: Path) -> None:
+    """expected_targets.json holds what llama.cpp's convert_hf_to_gguf.py, of the version that llama-cpp-python 0.3.36
+    brings, made of the same directories as F32: keys of the architecture, and of each tensor the begin of its SHA-256."""
+    _, source = hf_maker.made(name, tmp_path / "hf")
+    convert_target(source, tmp_path / "out.gguf", "F32")
+    got, wanted = GGUFFile.open(tmp_path / "out.gguf"), EXPECTED[name]
+    assert got.architecture == wanted["architecture"]
+    prefix = f"{got.architecture}."
+    keys = {key.removeprefix(prefix): value for key, value in got.metadata.items() if key.startswith(prefix)}
+    assert set(keys) == set(wanted["keys"])
+    for key, value in wanted["keys"].items():
+        assert np.array_equal(keys[key], value), key
+    assert set(got.tensors) == set(wanted["tensors"])
+    for tensor, value in wanted["tensors"].items():
+        data = bytes(got.tensor_bytes(tensor))
+        if isinstance(value, list):  # of rope: worked out, not copied
+            assert np.allclose(np.frombuffer(data, np.float32), value, rtol=1e-6)
+        else:
+            assert hashlib.sha256(data).hexdigest().startswith(value), tensor
+
+
+def odd(text: str) -> bool:
+    """Where a space goes before a text, Hugging Face's puts one behind added tokens inside of it, too; llama.cpp doesn't."""
+    return not text or "<tool>" in text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4"])
+def test_tokenizers_over_spaces_cut_text_alike(kind: str, tmp_path: Path) -> None:
+    tokenizer = hf_maker.spaced(prefix=kind == "llama")
+    model = getattr(hf_maker, kind)()
+    source = hf_maker.save(model, tmp_path / "hf", tokenizer, unk_token="<unk>", pad_token="<pad>")
+    convert_target(source, tmp_path / "out.gguf", "F16")
+    assert GGUFFile.open(tmp_path / "out.gguf").tokenizer.model == ("gemma4" if kind == "gemma4" else "llama")
+    with Model(tmp_path / "out.gguf") as loaded:
+        for text in TEXTS:
+            if not (kind == "llama" and odd(text)):
+                assert loaded.tokenizer.encode(text) == tokenizer.encode(text).ids, text
+
+
+def test_tokenizer_model_gives_the_same_as_tokenizer_json(tmp_path: Path) -> None:
+    tokenizer = hf_maker.spaced(prefix=True)
+    source = hf_maker.save(hf_maker.llama(), tmp_path / "hf", tokenizer, unk_token="<unk>", pad_token="<pad>")
+    convert_target(source, tmp_path / "json.gguf", "F16")
+    (source / "tokenizer.model").write_bytes(hf_maker.sentencepiece(tokenizer))
+    convert_target(source, tmp_path / "both.gguf", "F16")
+    (source / "tokenizer.json").unlink()
+    convert_target(source, tmp_path / "model.gguf", "F16")
+    of_json, of_both, of_model = (GGUFFile.open(tmp_path / f"{name}.gguf") for name in ("json", "both", "model"))
+    assert of_both.tokenizer_hash() == of_json.tokenizer_hash()
+    for gguf in (of_both, of_model):
+        assert list(gguf.tokenizer.tokens) == list(of_json.tokenizer.tokens)
+        assert gguf.tokenizer.ids["bos"] == 0
+        assert gguf.get("tokenizer.ggml.add_space_prefix", bool) is True
+    with Model(tmp_path / "both.gguf") as both, Model(tmp_path / "model.gguf") as alone:
+        for text in TEXTS:
+            assert both.tokenizer.encode(text, parse_special=False) == alone.tokenizer.encode(text, parse_special=False)
+            if not odd(text):
+                assert both.tokenizer.encode(text) == tokenizer.encode(text).ids, text
