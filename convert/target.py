@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from localspec.convert.targets.config import Config, Plan, Tensor
 from localspec.convert.targets.tokenizer import tokenizer_keys
 from localspec.convert.weights import FLOATS, Weights
 from localspec.errors import UsageError
+from localspec.fetch import Progress
 from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
 from localspec.speculator import CHECKPOINT_FILE
@@ -35,8 +36,6 @@ _PART = 1 << 24
 _DRAFT_MARKS = (
     "speculators_config", "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "dflash_config",
 )  # fmt: skip
-
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,10 @@ def check_family(source: Path) -> None:
 
 
 def convert_target(
-    source: Path, output: Path, quant: str, overwrite: bool = False, name: str | None = None, report: Report | None = None
+    source: Path, output: Path, quant: str, overwrite: bool = False, name: str | None = None, report: Progress | None = None
 ) -> Converted:
-    """Write the model in `source` as `quant` (a key of QUANTS) to `output`. `name` is what the file calls the model.
+    """Write the model in `source` as `quant` (a key of QUANTS) to `output`. `name` is what the file calls the model
+    (default: the directory's).
 
     `report` is told how many bytes of how many are written, before quantisation. Raises ModelFileError for a model that
     can't be converted, UsageError for a bad type or output.
@@ -94,7 +94,7 @@ def convert_target(
     weights = Weights.open(source)
     plan = family.plan(config, weights)
     _check_tensors(plan, weights, config)
-    keys = _keys(plan, config, name or _name(config))
+    keys = _keys(plan, config, name or source.resolve().name or "model")
     plain = quant if quant in PLAIN else weights.main_dtype()
     keys["general.file_type"] = PLAIN[plain][0]
     tensors = _tensors(plan, weights, config, plain, report)
@@ -145,12 +145,7 @@ def _keys(plan: Plan, config: Config, name: str) -> dict[str, Any]:
     return keys | tokenizer_keys(config.path, config, plan.n_vocab, plan.tokenizer)
 
 
-def _name(config: Config) -> str:
-    given = config.get("_name_or_path")
-    return Path(given if isinstance(given, str) and given else config.path.resolve()).name or "model"
-
-
-def _tensors(plan: Plan, weights: Weights, config: Config, plain: str, report: Report | None) -> dict[str, Streamed]:
+def _tensors(plan: Plan, weights: Weights, config: Config, plain: str, report: Progress | None) -> dict[str, Streamed]:
     done = 0
     total = sum(math.prod(t.shape) * (4 if t.is_exact else PLAIN[plain][1]) for t in plan.tensors)
 
@@ -160,7 +155,7 @@ def _tensors(plan: Plan, weights: Weights, config: Config, plain: str, report: R
             yield part
             done += part.nbytes
             if report is not None:
-                report(config.path.name, done, total)
+                report(str(config.path), done, total)
 
     def streamed(tensor: Tensor) -> Streamed:
         kind = "F32" if tensor.is_exact else plain

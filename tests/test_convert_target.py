@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from localspec.convert.target import convert_target
+from localspec.convert.targets.pretokenizers import pre_tokenizer_name
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
 from localspec.target import SessionSettings, TargetSession
@@ -88,6 +90,19 @@ def test_keys_and_tensors_are_those_of_llama_cpps_converter(name: str, tmp_path:
             assert np.allclose(np.frombuffer(data, np.float32), value, rtol=1e-6)
         else:
             assert hashlib.sha256(data).hexdigest().startswith(value), tensor
+
+
+def test_a_split_that_removes_what_is_between_is_the_same_split() -> None:
+    tokenizer = json.loads(hf_maker.byte_level("qwen2").to_str())
+    split = tokenizer["pre_tokenizer"]["pretokenizers"][0]
+    split |= {"behavior": "Removed", "invert": True}
+    assert pre_tokenizer_name(tokenizer["pre_tokenizer"], False) == "qwen2"
+    again = Tokenizer.from_str(json.dumps(tokenizer))
+    for text in TEXTS:
+        assert again.encode(text).ids == hf_maker.byte_level("qwen2").encode(text).ids
+    assert pre_tokenizer_name(tokenizer["pre_tokenizer"], True) is None
+    split["invert"] = False
+    assert pre_tokenizer_name(tokenizer["pre_tokenizer"], False) is None
 
 
 def odd(text: str) -> bool:

@@ -15,7 +15,7 @@ _FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
 def plan(config: Config, weights: Weights) -> Plan:
     """Raises ModelFileError for a model that llama.cpp's llama graph can't compute."""
-    config.refuse(hidden_act="silu", pretraining_tp=1, num_local_experts=1, draft_vocab_size=())
+    config.refuse(hidden_act="silu", pretraining_tp=1, rope_interleaved=False, num_local_experts=1, draft_vocab_size=())
     decoder = Decoder(config, weights)
     tensors = decoder.outer()
     for index in range(decoder.n_layer):

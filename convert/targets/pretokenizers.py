@@ -42,7 +42,8 @@ def _kind(step: Any) -> str:
 def _step(step: Any) -> Any:
     """What of a step decides where text is cut; a step that is none of the known ones equals nothing in the table."""
     kind = _kind(step)
-    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+    # patterns that match any text leave nothing between the matches: to remove that is to isolate them
+    if kind == "Split" and (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True)):
         pattern = step.get("pattern")
         return kind, pattern.get("Regex") if isinstance(pattern, dict) else None
     if kind == "ByteLevel" and not step.get("add_prefix_space"):

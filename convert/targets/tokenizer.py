@@ -117,7 +117,10 @@ def tokenizer_keys(path: Path, config: Config, n_vocab: int, spaced: str = "llam
         keys = _sentencepiece(files, n_vocab)
     tokens: list[str] = keys["tokenizer.ggml.tokens"].value
     _check_unique(files, tokens)
-    return keys | _special_keys(files, config, tokens) | _template_key(files)
+    keys |= _special_keys(files, config, tokens)
+    if keys["tokenizer.ggml.model"] == "gemma4" and "tokenizer.ggml.bos_token_id" in keys:
+        keys["tokenizer.ggml.add_bos_token"] = True  # llama.cpp does it anyhow, and complains where a file says otherwise
+    return keys | _template_key(files)
 
 
 def _byte_level(files: TokenizerFiles, n_vocab: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def is_target_source(source: str) -> bool:
 
 def convert_target_cmd(source: str, output: Path, quant: str | None, force: bool) -> None:
     """Fetch `source` where it is on the hub, write its GGUF and say what came out."""
+    from localspec.cli.progress import download
     from localspec.convert.output import check_output
     from localspec.convert.target import check_family, check_quant, convert_target
 
@@ -31,15 +32,14 @@ def convert_target_cmd(source: str, output: Path, quant: str | None, force: bool
     check_output(output, force)
     folder, name = Path(source), None
     if source.startswith(_HUB):
-        from localspec.cli.progress import download
         from localspec.hub import snapshot
 
         name = source.removeprefix(_HUB)
         with download(say) as progress:
             folder = snapshot(name, check_family, progress)
         name = name.rpartition("/")[2]
-    say(f"reading {folder}")
-    done = convert_target(folder, output, quant or DEFAULT_TARGET_QUANT, force, name)
+    with download(say, "reading") as progress:
+        done = convert_target(folder, output, quant or DEFAULT_TARGET_QUANT, force, name, progress)
     say(
         f"{output}: {done.architecture}, {done.quant}, {done.size / 1e6:.1f} MB, {done.n_params / 1e6:.1f} M parameters, "
         "tokenizer included"
