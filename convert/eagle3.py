@@ -247,6 +247,7 @@ def stored(values: dict[str, np.ndarray], kind: str) -> Tensors:
 def _quantised(value: np.ndarray, kind: str) -> np.ndarray:
     import gguf
 
+
     quantise: Callable[..., np.ndarray] = gguf.quantize
     return quantise(np.ascontiguousarray(value, np.float32), gguf.GGMLQuantizationType[kind])
 

@@ -81,7 +81,9 @@ class Parity:
         )
 
 
-def check(checkpoint: Path, draft: Path, target: Path, data: Path | None = None, name: Path | None = None) -> Parity:
+def check(
+    checkpoint: Path, draft: Path, target: Path, data: Path | None = None, name: Path | None = None
+) -> Parity:
     """Compare the draft in `checkpoint` with its file `draft`, which messages call `name`. Raises ModelFileError where they
     differ by more than rounding explains, UsageError where there is nothing to compare on."""
     name = name or draft
@@ -211,3 +213,4 @@ def written_here(target: Path, taps: Sequence[int]) -> list[Text]:
                 session.rollback(slot, 0)
                 texts.append(_with_states(session, slot, tokens, starts[slot]))
     return texts
+
