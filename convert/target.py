@@ -22,7 +22,7 @@ from localspec.convert.targets import family_of
 from localspec.convert.targets.config import Config, Plan, Tensor
 from localspec.convert.targets.tokenizer import tokenizer_keys
 from localspec.convert.weights import FLOATS, Weights
-from localspec.errors import UsageError
+from localspec.errors import ModelFileError, UsageError
 from localspec.fetch import Progress
 from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
@@ -36,6 +36,8 @@ _PART = 1 << 24
 _DRAFT_MARKS = (
     "speculators_config", "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "dflash_config",
 )  # fmt: skip
+#: a tensor that brings the target's hidden states into a draft
+_DRAFT_TENSOR = "fc.weight"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Converted:
 
 
 def is_target(directory: Path) -> bool:
-    """Whether a directory holds a language model in Hugging Face's layout, of any family, and no draft's checkpoint."""
+    """Whether a directory holds a language model in Hugging Face's layout, of any family, and no draft's checkpoint.
+
+    Drafts are told by the settings or tensors of their own: some say that they are of their target's class.
+    """
     try:
         values = json.loads((directory / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -60,9 +65,12 @@ def is_target(directory: Path) -> bool:
         return False
     names = values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    return name.endswith(("ForCausalLM", "ForConditionalGeneration")) and not any(
-        mark in name.lower() for mark in ("eagle", "dflash", "draft", "speculator")
-    )
+    if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        return False
+    try:
+        return _DRAFT_TENSOR not in Weights.open(directory).stored
+    except ModelFileError:
+        return True  # a target whose weights are missing or spoilt: `convert_target` says how
 
 
 def check_quant(quant: str) -> str:

@@ -104,6 +104,15 @@ def test_a_model_that_sees_gives_its_text_part(tmp_path: Path) -> None:
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
 
 
+def test_keys_and_values_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+    _, source = hf_maker.made("gemma4-shared", tmp_path / "hf")
+    convert_target(source, tmp_path / "without.gguf", "F16")
+    unread = {"self_attn.k_proj.weight": (32, 64), "self_attn.v_proj.weight": (32, 64), "self_attn.k_norm.weight": (16,)}
+    _weights(source, lambda t: t.update({f"model.layers.4.{n}": np.ones(s, np.float32) for n, s in unread.items()}))
+    convert_target(source, tmp_path / "with.gguf", "F16")
+    assert tensors_of(tmp_path / "with.gguf") == tensors_of(tmp_path / "without.gguf")
+
+
 def test_settings_that_old_configurations_write_otherwise(source: Path, tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
     edit(source / "config.json", rope_parameters=rope)
@@ -274,6 +283,9 @@ def test_a_drafts_checkpoint_is_no_target(source: Path, tmp_path: Path) -> None:
         copy = Path(shutil.copytree(source, tmp_path / f"draft-{next(iter(change))}"))
         edit(copy / "config.json", **change)
         assert not is_target(copy), change
+    named_as_its_target = Path(shutil.copytree(source, tmp_path / "named"))
+    _weights(named_as_its_target, lambda tensors: tensors.update({"fc.weight": np.ones((64, 192), np.float32)}))
+    assert not is_target(named_as_its_target)
     (source / "localspec.json").write_text("{}")
     assert not is_target(source)
 
