@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,82 @@ def partial(target: Path) -> Iterator[Path]:
             path.unlink()
 
 
+@contextlib.contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """A path beside `target` for what is needed on the way to it; the file is gone when the block ends.
+
+    Removes what killed runs left. Errors of the file system become LocalspecError.
+    """
+    stem = target.with_name(f"{target.name}.unquantised")
+    path = stem.with_name(f".{stem.name}.{os.getpid()}.part")
+    try:
+        _remove_leftovers(stem)
+        yield path
+    except OSError as error:
+        reason = error.strerror or "writing failed: is the disk full, or the size of files limited?"
+        raise LocalspecError(f"{path}: {reason}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def write_gguf(
     path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, tuple[str, np.ndarray]]
 ) -> None:
-    """Write one GGUF file. `keys` are full names in order: int becomes u32, float f32, a list of int an array of i32;
-    `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes
+    """Write one GGUF file. `keys` are full names in order: int becomes u32, float f32, a list an array of i32 or
+    bool; `Typed` keeps any other type. `tensors`: type name and, rows first, the values (F32, I64...) or the rows' bytes
     u8[..., n].
     """
     import gguf
 
-    types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(path, architecture)
+    _add_keys(writer, keys)
+    for name, (kind, data) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(TYPE_NUMBERS[kind]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor that is made while it is written: GGUF's type, shape (rows first), and its data in parts, in order."""
+
+    kind: str
+    shape: tuple[int, ...]
+    n_bytes: int
+    parts: Callable[[], Iterable[np.ndarray]]
+
+
+def stream_gguf(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Streamed]) -> None:
+    """`write_gguf` for a model that doesn't fit into the memory: one part of one tensor is held at a time."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_keys(writer, keys)
+    for name, tensor in tensors.items():
+        number = gguf.GGMLQuantizationType(TYPE_NUMBERS[tensor.kind])
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    file = writer.fout[0]
+    for name, tensor in tensors.items():
+        writer.write_padding(file, file.tell())
+        start = file.tell()
+        for part in tensor.parts():
+            part.tofile(file)
+        if file.tell() - start != tensor.n_bytes:
+            raise ValueError(f"{name}: {file.tell() - start} bytes written, {tensor.n_bytes} announced")
+        writer.write_padding(file, tensor.n_bytes)
+    writer.close()
+
+
+def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+    import gguf
+
+    types = gguf.GGUFValueType
     for key, value in keys.items():
         if key == "general.architecture":
             continue
@@ -75,13 +141,8 @@ def write_gguf(
         elif isinstance(value, str):
             writer.add_string(key, value)
         else:
-            writer.add_key_value(key, list(value), types.ARRAY, sub_type=types.INT32)
-    for name, (kind, data) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(TYPE_NUMBERS[kind]))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            is_bools = all(isinstance(item, bool) for item in value)
+            writer.add_key_value(key, list(value), types.ARRAY, sub_type=types.BOOL if is_bools else types.INT32)
 
 
 class Typed:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from localspec.cli.convert_target import DEFAULT_TARGET_QUANT, convert_target_cmd, is_target_source
 from localspec.cli.loading import fetched_default_model, say
 from localspec.convert.quantize import QUANTS, quantize, size_remark
 from localspec.errors import PairingError, UsageError
@@ -23,8 +24,8 @@ _DEFAULT_SHAPE = (30, 576, 49152)
 @click.option(
     "--quant",
     metavar="TYPE",
-    help=f"Of a GGUF: one of {', '.join(QUANTS)} [default: {DEFAULT_QUANT}]. Of a checkpoint: q8_0, q4_0, q4_k_m, f16 "
-    f"[default: {DEFAULT_DRAFT_QUANT}].",
+    help=f"Of a GGUF or a target: one of {', '.join(QUANTS)} [default: {DEFAULT_QUANT}; of a target "
+    f"{DEFAULT_TARGET_QUANT}]. Of a checkpoint: q8_0, q4_0, q4_k_m, f16 [default: {DEFAULT_DRAFT_QUANT}].",
 )
 @click.option("-m", "--target", metavar="FILE", help="Of a checkpoint: its target  [default: the one it was trained with]")
 @click.option("--data", metavar="DIR", help="Of a checkpoint: states to compare on  [default: the run's, or new ones]")
@@ -41,11 +42,17 @@ def convert_cmd(
     as_llama: bool,
     force: bool,
 ) -> None:
-    """Write a GGUF: of a trained draft's checkpoint, or of another GGUF.
+    """Write a GGUF: of a trained draft's checkpoint, of a target in Hugging Face's layout, or of another GGUF.
 
-    SOURCE is a directory that holds a checkpoint (model.safetensors), or a GGUF file, which is written in another
-    quantisation: a smaller copy of the target is the simplest draft for it.
+    SOURCE is a directory that holds a checkpoint (model.safetensors); a directory or hf://USER/REPO that holds a model
+    of the families llama, qwen2, qwen3, gemma3 and gemma4; or a GGUF file, which is written in another quantisation:
+    a smaller copy of the target is the simplest draft for it.
     """
+    if is_target_source(source):
+        if as_llama or target or data:
+            raise UsageError(f"{source} is a target: --as-llama, --target and --data are for other sources")
+        convert_target_cmd(source, Path(output), quant, force)
+        return
     if Path(source).is_dir():
         if as_llama:
             raise UsageError("--as-llama rewrites a GGUF file, not a checkpoint")

@@ -28,15 +28,18 @@ def bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def download(say: Callable[[str], None]) -> Iterator[fetch.Progress]:
-    """Yields what a fetch reports to. When it begins `say` gets a line; on a terminal a bar follows it while it runs."""
+def download(say: Callable[[str], None], verb: str = "fetching") -> Iterator[fetch.Progress]:
+    """Yields what a fetch, or other work on bytes, reports to.
+
+    When it begins `say` gets a line; on a terminal a bar follows it while it runs.
+    """
     with ExitStack() as stack:
         advance: Callable[[int], None] | None = None
 
         def report(title: str, n_bytes: int, total: int) -> None:
             nonlocal advance
             if advance is None:
-                say(f"fetching {title}" + (f" ({total / 1e6:.{0 if total > 1e7 else 1}f} MB)" if total else ""))
+                say(f"{verb} {title}" + (f" ({total / 1e6:.{0 if total > 1e7 else 1}f} MB)" if total else ""))
                 advance = _bytes_bar(stack, total) if sys.stderr.isatty() else lambda n: None
             advance(n_bytes)
 
