@@ -28,7 +28,15 @@ _NEVER = ("mmproj", "imatrix")
 _SIDECARS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_REVISION = re.compile(r"\w[\w./-]*")
 _LISTED = 12
+_CONFIG = "config.json"
+#: what else belongs to a model in Hugging Face's layout, beside its weights
+_BESIDES = (
+    "localspec.json",
+    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "model.safetensors.index.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+)  # fmt: skip
 _POLL_S = 0.25
 
 
@@ -79,6 +87,72 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
         if problem.lasting:
             raise FetchError(problem.text) from error
         return _from_cache(hub, wanted, role, problem.text)
+
+
+def snapshot(repo: str, check: Callable[[Path], None], progress: Progress | None = None) -> Path:
+    """The local folder of a model's own weights (safetensors), configuration and tokenizer: ``USER/REPO`` on the hub, or
+    ``USER/REPO@REVISION`` (a branch, a tag or a commit).
+
+    ``check`` gets the folder when it holds config.json alone, and raises for a model that is not worth the download.
+    ``progress`` is told of all files together. Offline, or when the hub is out of reach, the cache alone decides.
+
+    Raises:
+        FetchError: one line that says what to do. It never holds the token.
+    """
+    repo, pinned, revision = repo.partition("@")
+    if not _REPO.fullmatch(repo) or (pinned and not _REVISION.fullmatch(revision)):
+        raise FetchError(f"hf://{repo}{pinned}{revision}: expected hf://USER/REPO or hf://USER/REPO@REVISION")
+    hub = _Hub(repo, revision or "main")
+    if hub.offline:
+        return _cached_snapshot(hub, repo, "HF_HUB_OFFLINE is set")
+    what = repo
+    try:
+        wanted = _of_model(hub.names(), repo)
+        n_done, n_all = 0, sum(hub.size(name) for name in wanted)
+
+        def together(_title: str, n_bytes: int, _total: int) -> None:
+            if progress is not None:
+                progress(f"{repo} from {hub.endpoint}", n_done + n_bytes, n_all)
+
+        folder = None
+        for name in wanted:
+            what = f"{repo}/{name}"
+            path = hub.download(name, together if progress is not None else None)
+            if folder not in (None, path.parent):
+                raise FetchError(f"{repo} was changed while it was downloaded: try again")
+            if folder is None:
+                check(path.parent)
+            folder, n_done = path.parent, n_done + hub.size(name)
+        assert folder is not None  # config.json is always wanted
+        return folder
+    except hub.failures as error:
+        problem = hub.diagnose(error, what)
+        if problem.lasting:
+            raise FetchError(problem.text) from error
+        return _cached_snapshot(hub, repo, problem.text)
+
+
+def _of_model(names: Sequence[str], repo: str) -> list[str]:
+    """Of a repository's files those that `snapshot` wants, config.json first."""
+    every = [name for name in names if "/" not in name]
+    weights = [name for name in every if name.endswith(".safetensors")]
+    weights = [name for name in weights if name.startswith("model")] or weights
+    if not weights:
+        ggufs = any(name.lower().endswith(".gguf") for name in names)
+        instead = f"it holds GGUF files, which need no conversion: -hf {repo}" if ggufs else "name another repository"
+        raise FetchError(f"{repo} has no weights in safetensors; {instead}")
+    if _CONFIG not in every:
+        raise FetchError(f"{repo} has no {_CONFIG}: it is no model in Hugging Face's layout; name another repository")
+    return [_CONFIG, *(name for name in every if name in _BESIDES), *weights]
+
+
+def _cached_snapshot(hub: _Hub, repo: str, why: str) -> Path:
+    for folder in hub.snapshots():
+        if (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors")):
+            return folder
+    raise FetchError(
+        f"{repo} is not in the cache ({hub.cache}), and {why}; connect and try again, or name a directory that holds it"
+    )
 
 
 def choose(names: Iterable[str], spec: Spec, role: str) -> str:
@@ -163,8 +237,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 class _Hub:
     """One repository on the hub, through huggingface-hub of any version we allow (0.x uses requests, 1.x httpx)."""
 
-    def __init__(self, repo: str) -> None:
-        self._repo = repo
+    def __init__(self, repo: str, revision: str = "main") -> None:
+        self._repo, self._revision = repo, revision
         self._commit: str | None = None
         self._sizes: dict[str, int | None] = {}
         self._lib: Any = importlib.import_module("huggingface_hub")
@@ -203,7 +277,8 @@ class _Hub:
     def names(self) -> list[str]:
         """The names of all files on the main branch."""
         timeout = float(self._constants.HF_HUB_ETAG_TIMEOUT)
-        info = self._lib.HfApi().model_info(self._repo, timeout=timeout, files_metadata=True)
+        pinned = None if self._revision == "main" else self._revision
+        info = self._lib.HfApi().model_info(self._repo, revision=pinned, timeout=timeout, files_metadata=True)
         self._commit, self._sizes = info.sha, {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
         return list(self._sizes)
 
@@ -234,7 +309,7 @@ class _Hub:
 
     def _download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download
-        return Path(download(self._repo, name))
+        return Path(download(self._repo, name, revision=self._revision))
 
     def _so_far(self, began: float) -> int:
         """Bytes on disk of the file that is being downloaded: the unfinished one that was written to since `began`."""
@@ -247,16 +322,23 @@ class _Hub:
                     n_bytes = max(n_bytes, min(status.st_size, 512 * getattr(status, "st_blocks", 1 << 60)))
         return n_bytes
 
+    def size(self, name: str) -> int:
+        """Bytes of a file, 0 where the hub doesn't say. Call `names` first."""
+        return self._sizes.get(name) or 0
+
+    def snapshots(self) -> list[Path]:
+        """Folders of the repository's files in the cache: that of the main branch first; of a pinned one that alone."""
+        try:
+            commit = (self._folder / "refs" / self._revision).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            commit = self._revision
+        found = sorted((self._folder / "snapshots").glob("*"), key=lambda path: (path.name != commit, path.name))
+        return found if self._revision == "main" else [path for path in found if path.name == commit]
+
     def cached(self) -> dict[str, Path]:
         """Complete GGUF files in the cache, by name: those of the main branch first, then of other snapshots."""
-        folder = self._folder
-        try:
-            main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            main = ""
-        snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: (path.name != main, path.name))
         found: dict[str, Path] = {}
-        for snapshot in snapshots:
+        for snapshot in self.snapshots():
             for path in sorted(snapshot.rglob("*.gguf")):
                 if path.is_file():
                     found.setdefault(path.relative_to(snapshot).as_posix(), path)

@@ -83,9 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.hub.broken, b"in trouble", {})
         elif self.hub.broken:
             self._send(200, b"<html>Please log in to the hotel's network</html>", {"Content-Type": "text/html"})
-        elif match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)", path):
+        elif match := re.fullmatch(rf"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/revision/{COMMIT})?", path):
             self._info(match[1])
-        elif match := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/main/(.+)", path):
+        elif match := re.fullmatch(rf"(?:/datasets)?/([^/]+/[^/]+)/resolve/(?:main|{COMMIT})/(.+)", path):
             self._file(match[1], match[2])
         else:
             self._send(404, b"", {})

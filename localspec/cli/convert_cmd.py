@@ -13,13 +13,19 @@ from localspec.errors import PairingError, UsageError
 
 #: --quant where none is given: of a copy of a model, and of a draft out of a checkpoint
 DEFAULT_QUANT, DEFAULT_DRAFT_QUANT = "Q4_0", "q8_0"
+_HUB = "hf://"
 #: layers, hidden size and vocabulary of the default model: another need not be fetched to be told from it
 _DEFAULT_SHAPE = (30, 576, 49152)
 
 
 @click.command("convert")
 @click.argument("source", metavar="SOURCE")
-@click.option("-o", "--output", required=True, metavar="FILE", help="The file to write.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="The file to write; with --to, the directory.")
+@click.option("--to", "kind", type=click.Choice(["gguf", "speculators"]), default="gguf", show_default=True,
+              help="Write a draft as GGUF, or as a checkpoint of vLLM's speculators.")
+@click.option("--verifier", metavar="NAME", help="With --to speculators: the target's repository or folder, for vLLM.")
+@click.option("--allow-pickle", is_flag=True,
+              help="Of a checkpoint: read PyTorch's pickles too, their tensors and nothing else.")
 @click.option(
     "--quant",
     metavar="TYPE",
@@ -40,16 +46,31 @@ def convert_cmd(
     parity: bool,
     as_llama: bool,
     force: bool,
+    kind: str,
+    verifier: str | None,
+    allow_pickle: bool,
 ) -> None:
     """Write a GGUF: of a trained draft's checkpoint, or of another GGUF.
 
-    SOURCE is a directory that holds a checkpoint (model.safetensors), or a GGUF file, which is written in another
+    SOURCE is a directory that holds a checkpoint (model.safetensors), ours or of SpecForge, vLLM's speculators or EAGLE's
+    authors; hf://USER/REPO or hf://USER/REPO@REVISION, one on the hub; or a GGUF file, which is written in another
     quantisation: a smaller copy of the target is the simplest draft for it.
+
+    With --to speculators, a draft, GGUF or checkpoint, becomes a directory that vLLM loads.
     """
+    if verifier and kind != "speculators":
+        raise UsageError("--verifier is for --to speculators")
+    if source.startswith(_HUB):
+        source = str(_fetched(source.removeprefix(_HUB)))
+    if kind == "speculators":
+        if quant or data or as_llama:
+            raise UsageError("--to speculators writes f32 values: --quant, --data and --as-llama are for GGUF")
+        _to_speculators(Path(source), Path(output), target, verifier, force, allow_pickle)
+        return
     if Path(source).is_dir():
         if as_llama:
             raise UsageError("--as-llama rewrites a GGUF file, not a checkpoint")
-        _checkpoint(Path(source), Path(output), quant or DEFAULT_DRAFT_QUANT, target, data, parity, force)
+        _checkpoint(Path(source), Path(output), quant or DEFAULT_DRAFT_QUANT, target, data, parity, force, allow_pickle)
         return
     if target or data:
         raise UsageError(f"{source} is no checkpoint's directory: --target and --data are for those")
@@ -83,14 +104,46 @@ def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
         say(f"warning: {remark}")
 
 
-def _checkpoint(
-    source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool
-) -> None:
-    from localspec.convert.draft import convert
+def _fetched(repo: str) -> Path:
+    """The folder of a checkpoint on the hub: its configuration and safetensors files."""
+    from localspec.cli.progress import download
+    from localspec.hub import snapshot
 
+    with download(say) as progress:
+        return snapshot(repo, lambda _folder: None, progress)
+
+
+def _to_speculators(
+    source: Path, output: Path, target: str | None, verifier: str | None, force: bool, allow_pickle: bool
+) -> None:
+    from localspec.convert.speculators import export
+
+    model = Path(target) if target else None
+    if source.is_dir():
+        source = _best_of(source)
+        model = model or _target_of(source, _run_of(source))
+    done = export(source, output, model, verifier, force, allow_pickle)
+    say(f"{output}: {done.title} draft for {done.config.target.name or 'its target'} as a checkpoint of vLLM's speculators, "
+        f"{done.size / 1e6:.1f} MB")  # fmt: skip
+    if verifier is None:
+        say("vLLM finds the target by its name: give it with --verifier, or as --model beside this draft")
+
+
+def _best_of(source: Path) -> Path:
+    """A run's best checkpoint; any other directory as it is."""
     if not (source / "model.safetensors").is_file() and (source / "best" / "model.safetensors").is_file():
         say(f"{source} is a training run: its best checkpoint is taken")
-        source = source / "best"
+        return source / "best"
+    return source
+
+
+def _checkpoint(
+    source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool,
+    allow_pickle: bool,
+) -> None:  # fmt: skip
+    from localspec.convert.draft import convert
+
+    source = _best_of(source)
     run = _run_of(source)
     model = Path(target) if target else _target_of(source, run)
     if data is None and (Path(run.get("data") or "none") / "manifest.json").is_file():
@@ -102,9 +155,9 @@ def _checkpoint(
         if parity:
             from localspec.convert.parity import check
 
-            summary = check(source, written, model, Path(data) if data else None, output).summary()
+            summary = check(source, written, model, Path(data) if data else None, output, allow_pickle).summary()
 
-    done = convert(source, model, output, quant, force, gate)
+    done = convert(source, model, output, quant, force, gate, allow_pickle)
     config = done.config
     n_vocab = config.target.n_vocab
     vocabulary = f"{config.draft_vocab:,} of {n_vocab:,}" if config.draft_vocab else f"all {n_vocab:,}"
