@@ -6,24 +6,30 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from localspec import native
 from localspec.convert import parity
+from localspec.convert.checkpoint import Checkpoint
 from localspec.convert.draft import convert
 from localspec.convert.output import dequantised
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
+from localspec.model import Model
 from localspec.pairing import check_pair
 from localspec.speculator import SpeculatorConfig
+from localspec.target import SessionSettings, TargetSession
 from tests import fake_hub
 from tests import foreign_checkpoints as foreign
 from tests.conftest import Cli
 from tests.fake_hub import FakeHub, Repo
 from tests.gguf_maker import tiny_llama
+from tests.llama_head import LlamaHead
 
 #: the first 16 hex digits of the SHA-256 of each tensor's bytes, as llama.cpp's own converter writes these checkpoints in
 #: F32. Made outside of this tree with the scripts of the pinned version (vendor/llama.cpp of llama_cpp_python 0.3.36's
@@ -117,6 +123,38 @@ def test_a_linear_rope(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = GGUFFile.open(convert(folder, target, tmp_path / "d.gguf", "f32").path, "draft")
     assert (file.arch("rope.scaling.type", ""), file.arch("rope.scaling.factor", 0.0)) == ("linear", 4.0)
     assert parity.check(folder, file.path, target).error < 1e-3
+
+
+@pytest.mark.parametrize("name", [*foreign.FORMATS, "linear"])
+def test_llama_cpps_own_graph_computes_what_the_checkpoint_does(name: str, target: Path, tmp_path: Path) -> None:
+    """PyTorch's reading of the checkpoint against llama.cpp, which loads the file beside the target."""
+    pytest.importorskip("torch")
+    from localspec.convert.eagle3_torch import TorchDraft
+
+    if name == "linear":
+        config = foreign.SPECFORGE | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        folder = foreign.write(tmp_path / "c", config, foreign.eagle3_tensors("midlayer."))
+    else:
+        folder = foreign.FORMATS[name](tmp_path / "c")
+    done = convert(folder, target, tmp_path / "d.gguf", "f32")
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, foreign.VOCAB, 40).astype(np.int32)
+    taps = rng.standard_normal((40, 3 * foreign.E)).astype(np.float32)
+    theirs = GGUFFile.open(target)
+    reading = TorchDraft(Checkpoint.open(folder), done.config, theirs)
+    starts = np.array([4, 20, 38])
+    wanted, _ = reading.roll_out(parity.Text(tokens, taps, np.ones(40, bool)), starts + 1, 1)
+    native.use_kernels("stock")
+    with Model(target) as model, TargetSession(model, SessionSettings(64, n_threads=1)) as session:
+        head = LlamaHead(done.path, session)
+        logits, _ = head.feed(tokens[1:].tolist(), head.fuse(taps[:-1]))
+        head.close()
+    found = logits[starts][:, reading.ids.numpy()]
+    assert np.allclose(found, wanted, atol=2e-3)
+    if name in ("speculators", "linear"):  # a rope that got lost would show
+        plain = TorchDraft(Checkpoint.open(folder), replace(done.config, provenance={}, extra={}), theirs)
+        lost, _ = plain.roll_out(parity.Text(tokens, taps, np.ones(40, bool)), starts + 1, 1)
+        assert np.abs(found - lost).max() > 1e-2
 
 
 @pytest.mark.parametrize("prefix", ["model.midlayer.", "model.layers.0.", "layers.0."])

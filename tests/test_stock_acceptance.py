@@ -1,4 +1,4 @@
-"""docs/stock_acceptance.py: what it counts and how it judges. That stock llama-server really does as we do is a run of it."""
+"""docs/stock_acceptance.py: what it counts and how it judges. Whether stock llama-server does as we do is a run of it."""
 
 from __future__ import annotations
 
