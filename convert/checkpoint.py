@@ -116,9 +116,11 @@ class Checkpoint:
 
 def layer_config(source: Checkpoint, ropes: tuple[str, ...] = ("default",)) -> dict[str, Any]:
     """config.json with the decoder layer's keys, nested or not, on the first level. Raises ModelFileError where it lacks
-    sizes, or scales its rope in another way than `ropes` name."""
+    sizes, has values of the wrong kind, or scales its rope in another way than `ropes` name."""
     outer = source.json("config.json")
+    foreign.check_kinds(source, outer)
     layer = outer | (outer.get("transformer_layer_config") or {})
+    foreign.check_kinds(source, layer)
     rope = foreign.rope_settings(layer)
     if rope["rope_type"] not in ropes:
         raise source.error(f"scales its rope by {clip(str(rope['rope_type']), 40)}, which can't be converted")

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 #: under SpeculatorConfig.provenance: a rope's settings as its trainer wrote them, where they are more than a base
 ROPE = "rope_parameters"
+#: llama3's rope where a config says nothing
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TRAIN = "train an EAGLE-3 draft for this target instead (localspec train)"
+_OBJECTS = ("rope_scaling", "rope_parameters", "eagle_config", "transformer_layer_config")
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "max_position_embeddings", "target_hidden_size", "vocab_size", "draft_vocab_size",
+)  # fmt: skip
 #: ends of names that only quantised checkpoints have
 _PACKED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
@@ -58,6 +65,24 @@ def check_plain(source: Checkpoint, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_kinds(source: Checkpoint, layer: Mapping[str, Any]) -> None:
+    """Raise ModelFileError for a setting of config.json that is not of its kind; None is nothing said."""
+    rope = {key: value for name in _OBJECTS if isinstance(layer.get(name), dict) for key, value in layer[name].items()}
+    for keys, holder, is_right in (
+        (_OBJECTS, layer, lambda value: isinstance(value, dict)),
+        (_SIZES, layer, lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
+        (("rms_norm_eps", "rope_theta"), layer, _is_number),
+        (("rope_theta", "original_max_position_embeddings", *LLAMA3), rope, _is_number),
+    ):
+        wrong = next((key for key in keys if holder.get(key) is not None and not is_right(holder[key])), None)
+        if wrong is not None:
+            raise source.error(f"has a {wrong} of the wrong kind in config.json ({clip(repr(holder[wrong]), 60)})")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The rope's settings under their newer names: ``rope_type``, ``rope_theta``, ``factor``, ..."""
     said = dict(layer.get("rope_scaling") or {}) | dict(layer.get("rope_parameters") or {})
@@ -85,6 +110,3 @@ def rope_factors(config: SpeculatorConfig) -> npt.NDArray[np.float32] | None:
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     factors: npt.NDArray[np.float32] = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
     return factors
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
