@@ -1,7 +1,8 @@
 """Reading a draft's checkpoint: ours, one of vLLM's `speculators` package, or one as EAGLE's own trainer writes it.
 
-The weights lie in safetensors files, read here without torch (bf16 included). Ours have localspec.json beside them; of
-the others config.json is read, where the shape of the layer is either nested (transformer_layer_config) or not.
+The weights lie in safetensors files, read here without torch (bf16 included); pickles are read only where that is asked
+for. Ours have localspec.json beside them; of the others config.json is read, where the shape of the layer is either nested
+(transformer_layer_config) or not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.convert import methods
+from localspec.convert import foreign, methods, pickled
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
@@ -29,31 +30,34 @@ class Checkpoint:
     _raw: dict[str, tuple[str, list[int], bytes]]
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Read the tensors of a directory. Raises ModelFileError."""
+    def open(cls, path: Path, allow_pickle: bool = False) -> Checkpoint:
+        """Read the tensors of a directory; `allow_pickle` reads PyTorch's pickles too, where there is no safetensors file.
+        Raises ModelFileError."""
         from safetensors import SafetensorError, deserialize
 
         shown = clip(str(path), 400)
         if not path.is_dir():
             raise ModelFileError(f"checkpoint {shown} is not a directory; give the one that holds model.safetensors")
-        files = sorted(path.glob("model*.safetensors"))
-        if not files:
-            inner = sorted(p.parent.name for p in path.glob("*/model*.safetensors"))
-            hint = f"; there is one in {clip(str(path / inner[0]), 400)}" if inner else ""
-            raise ModelFileError(f"checkpoint {shown} has no model.safetensors{hint}")
         raw: dict[str, tuple[str, list[int], bytes]] = {}
-        for file in files:
+        for file in _weights(path, allow_pickle):
             try:
-                for name, tensor in deserialize(file.read_bytes()):
-                    raw[_renamed(name)] = (tensor["dtype"], tensor["shape"], bytes(tensor["data"]))
+                if file.suffix != ".safetensors":
+                    read = pickled.read(file)
+                else:
+                    read = {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in deserialize(file.read_bytes())}
             except (OSError, SafetensorError) as error:
                 raise ModelFileError(f"checkpoint {clip(str(file), 400)} can't be read: {error}") from None
+            raw |= {_renamed(name): tensor for name, tensor in read.items()}
         return cls(path, raw)
 
     @property
     def names(self) -> set[str]:
         """The tensors that there are."""
         return set(self._raw)
+
+    def shape(self, name: str) -> list[int]:
+        """A tensor's shape, rows first."""
+        return list(self._raw[name][1])
 
     def error(self, text: str) -> ModelFileError:
         """A ModelFileError about this checkpoint."""
@@ -92,11 +96,12 @@ class Checkpoint:
                 raise self.error(f"is of the method {clip(config.method)}; {known} are what can be converted here")
             return config
         outer = self.json("config.json")
+        foreign.check_plain(self, outer)
         for name in methods.names():
             if methods.find(name).recognises(outer, self.names):
                 config = methods.find(name).foreign_config(self, target)
                 return config
-        raise self.error(f"is of no kind that can be converted here ({', '.join(methods.names())})")
+        raise self.error(foreign.kind_of(outer, self.names, {name: self.shape(name) for name in self.names}))
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON object beside the tensors. Raises ModelFileError."""
@@ -109,13 +114,18 @@ class Checkpoint:
         return value
 
 
-def layer_config(source: Checkpoint) -> dict[str, Any]:
+def layer_config(source: Checkpoint, ropes: tuple[str, ...] = ("default",)) -> dict[str, Any]:
     """config.json with the decoder layer's keys, nested or not, on the first level. Raises ModelFileError where it lacks
-    sizes, or scales its rope."""
+    sizes, has values of the wrong kind, or scales its rope in another way than `ropes` name."""
     outer = source.json("config.json")
-    layer = outer | outer.get("transformer_layer_config", {})
-    if (layer.get("rope_scaling") or layer.get("rope_parameters") or {}).get("rope_type", "default") != "default":
-        raise source.error("scales its rope, which can't be converted yet")
+    foreign.check_kinds(source, outer)
+    layer = outer | (outer.get("transformer_layer_config") or {})
+    foreign.check_kinds(source, layer)
+    rope = foreign.rope_settings(layer)
+    if rope["rope_type"] not in ropes:
+        raise source.error(f"scales its rope by {clip(str(rope['rope_type']), 40)}, which can't be converted")
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise source.error("rotates a part of each head only (partial_rotary_factor), which can't be converted")
     needed = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in needed if not isinstance(layer.get(key), int)]
     if missing:
@@ -134,7 +144,29 @@ def target_ids(source: Checkpoint, config: SpeculatorConfig) -> np.ndarray:
             f"has a table d2t that does not give {config.draft_vocab} rising ids below {config.target.n_vocab}: "
             "offsets are expected, target id minus draft id"
         )
+    if "t2d" in source.names and not np.array_equal(np.flatnonzero(source.tensor("t2d")), ids):
+        raise source.error("has tables d2t and t2d that contradict each other; d2t holds offsets, target id minus draft id")
     return ids
+
+
+def _weights(path: Path, allow_pickle: bool) -> list[Path]:
+    """The files that hold a checkpoint's tensors. Raises ModelFileError where there are none, or only pickles unasked."""
+    shown = clip(str(path), 400)
+    every = sorted(path.glob("*.safetensors"))
+    found = [file for file in every if file.name.startswith("model")] or every
+    if found:
+        return found
+    pickles = pickled.files(path)
+    if pickles and allow_pickle:
+        return pickles
+    if pickles:
+        raise ModelFileError(
+            f"checkpoint {shown} has only a pickle ({clip(pickles[0].name, 80)}), which may run whatever its author wrote: "
+            "get it as safetensors, or give --allow-pickle to read its tensors and nothing else"
+        )
+    inner = sorted(p.parent.name for p in path.glob("*/model*.safetensors"))
+    hint = f"; there is one in {clip(str(path / inner[0]), 400)}" if inner else ""
+    raise ModelFileError(f"checkpoint {shown} has no model.safetensors{hint}")
 
 
 def _renamed(name: str) -> str:

@@ -49,9 +49,10 @@ def convert(
     quant: str = "q8_0",
     overwrite: bool = False,
     gate: Callable[[Path], None] = lambda written: None,
+    allow_pickle: bool = False,
 ) -> Converted:
     """Write the draft in `checkpoint` as a GGUF file for `target`, whose tokenizer it takes. `gate` gets the finished file
-    under a temporary name; what it raises is passed on, and `output` is left as it was.
+    under a temporary name; what it raises is passed on, and `output` is left as it was. `allow_pickle`: see Checkpoint.open.
 
     Raises ModelFileError for a checkpoint that is incomplete, broken or of a kind that llama.cpp's graph can't run,
     PairingError where the target is not the one it was trained for, UsageError for an unknown `quant` or a file that exists.
@@ -62,7 +63,7 @@ def convert(
     gguf = GGUFFile.open(target, "target")
     require_model(gguf, "target")
     check_output(output, overwrite, target, *checkpoint.glob("*"))
-    source = Checkpoint.open(checkpoint)
+    source = Checkpoint.open(checkpoint, allow_pickle)
     config = source.config(gguf)
     method = methods.find(config.method)
     config.target.require(TargetIdentity.of(gguf), f"the draft in {checkpoint}")

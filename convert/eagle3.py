@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint, layer_config, target_ids
+from localspec.convert.foreign import ROPE, rope_factors, rope_settings
 from localspec.convert.methods import Reading, Text
 from localspec.convert.output import dequantised
-from localspec.errors import ModelFileError
+from localspec.convert.speculators import described, vocabulary
+from localspec.errors import ModelFileError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig, TargetIdentity
 
@@ -30,7 +32,18 @@ MAIN_TENSOR = "blk.0.ffn_gate.weight"
 #: columns: a block's scale follows the largest, and the others, whose inputs are large, would be lost.
 FINER = {"Q4_0": "Q8_0", "Q4_1": "Q8_0"}
 #: settings that change the graph to one that llama.cpp does not have
-_UNSUPPORTED = {"norm_output": "feeds normalised states back", "fc_norm": "normalises each tap by itself"}
+_UNSUPPORTED = {
+    "norm_output": "feeds normalised states back",
+    "fc_norm": "normalises each tap by itself",
+    "parallel_drafting": "says all its tokens at once",
+}
+#: the same, found by parts of tensors' names
+_NO_PLACE = {
+    ".bias": "adds a bias", "q_norm.": "normalises its queries", "k_norm.": "normalises its keys",
+    "fc_norm.": "normalises each tap by itself", ".experts.": "is a mixture of experts", "sinks": "has attention sinks",
+}  # fmt: skip
+_CANT = "which llama.cpp's EAGLE-3 graph can't do"
+N_TAPS = 3
 
 #: checkpoint name -> GGUF name, without "layers.0." / "blk.0."
 _LAYER = {
@@ -58,33 +71,94 @@ def recognises(config: Mapping[str, Any], names: set[str]) -> bool:
 
 
 def foreign_config(source: Checkpoint, target: GGUFFile) -> SpeculatorConfig:
-    layer = layer_config(source)
-    for name, what in _UNSUPPORTED.items():
-        if layer.get(name):
-            raise source.error(f"{what} ({name}), which llama.cpp's EAGLE-3 graph can't do")
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise source.error(f"has {layer['num_hidden_layers']} layers; llama.cpp's EAGLE-3 graph has one")
-    taps = layer.get("eagle_aux_hidden_state_layer_ids")
+    layer = layer_config(source, ("default", "linear", "llama3"))
+    _check_graph(source, layer)
+    width = int(layer.get("target_hidden_size") or target.n_embd)
+    if width != target.n_embd:
+        raise source.error(
+            f"reads states {width} wide; {target.name}'s are {target.n_embd}: give the target it was trained for"
+        )
+    n_vocab = layer.get("vocab_size")
+    if isinstance(n_vocab, int) and n_vocab != target.vocab_size:
+        raise source.error(
+            f"was trained for {n_vocab} tokens; {target.name} has {target.vocab_size}: give the target it was trained for"
+        )
     n_head = layer["num_attention_heads"]
-    windowed = "sliding_attention" in (layer.get("layer_types") or [])
-    rope = layer.get("rope_parameters") or {}
+    windowed = "sliding_attention" in (layer.get("layer_types") or []) or bool(layer.get("use_sliding_window"))
+    rope = rope_settings(layer)
+    scaled: dict[str, float | str] = {}
+    if rope["rope_type"] == "linear":
+        scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.get("factor", 1.0))}
     return SpeculatorConfig(
         method=METHOD,
         target=TargetIdentity.of(target),
-        taps=tuple(taps) if taps else (2, target.n_layer // 2, target.n_layer - 3),
+        taps=_taps(source, layer, target),
         n_embd=layer["hidden_size"],
         n_head=n_head,
         n_head_kv=layer.get("num_key_value_heads") or n_head,
         head_dim=layer.get("head_dim") or layer["hidden_size"] // n_head,
         n_ff=layer["intermediate_size"],
         rms_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_base=float(layer.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_base=float(rope.get("rope_theta") or 10000.0),
         norm_before_residual=bool(layer.get("norm_before_residual", False)),
         norm_before_fc=bool(layer.get("norm_before_fc", False)),
-        draft_vocab=len(source.integers("d2t")) if "d2t" in source.names else 0,
+        draft_vocab=_draft_vocab(source, layer),
         window=int(layer.get("sliding_window") or 0) if windowed else 0,
         n_ctx_train=int(layer.get("max_position_embeddings", 2048)),
+        extra=scaled,
+        provenance={ROPE: rope} if rope["rope_type"] == "llama3" else {},
     )
+
+
+def _check_graph(source: Checkpoint, layer: Mapping[str, Any]) -> None:
+    """Raise ModelFileError, naming it, for what would have to be left out."""
+    for name, what in _UNSUPPORTED.items():
+        if layer.get(name):
+            raise source.error(f"{what} ({name}), {_CANT}")
+    deeper = {n.split(".")[1] for n in source.names if n.startswith("layers.")}
+    n_layer = max(int(layer.get("num_hidden_layers", 1)), len(deeper))
+    if n_layer != 1:
+        raise source.error(f"has {n_layer} layers; llama.cpp's EAGLE-3 graph has one")
+    if layer.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise source.error(f"has the activation {layer['hidden_act']}; llama.cpp's EAGLE-3 graph has silu")
+    for name in sorted(source.names):
+        for part, what in _NO_PLACE.items():
+            if part in name:
+                raise source.error(f"{what} ({name}), {_CANT}")
+    if (layer.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise source.error(f"reads one state of the target (use_aux_hidden_state false); llama.cpp's EAGLE-3 reads {N_TAPS}")
+
+
+def _taps(source: Checkpoint, layer: Mapping[str, Any], target: GGUFFile) -> tuple[int, ...]:
+    """Layers already applied, as GGUF counts them. speculators and vLLM count so too (eagle_aux_hidden_state_layer_ids);
+    where SpecForge, SGLang and ModelOpt nest the list in eagle_config it names layers by their output, one less. Without a
+    list all of them, and llama.cpp's converter, take the same three."""
+    taps = layer.get("eagle_aux_hidden_state_layer_ids")
+    if not taps:
+        taps = (layer.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        if isinstance(taps, list) and all(isinstance(tap, int) for tap in taps):
+            taps = [tap + 1 for tap in taps]
+    n = target.n_layer
+    if not taps:
+        taps = [2, n // 2, n - 3]
+    if not (isinstance(taps, list) and all(isinstance(tap, int) and 0 <= tap <= n for tap in taps)):
+        raise source.error(f"reads the layers {taps}; {target.name} has {n}: give the target it was trained for")
+    n_read = source.shape("fc.weight")[-1] // target.n_embd
+    if len(taps) != N_TAPS or n_read > N_TAPS:
+        raise source.error(
+            f"reads {n_read if len(taps) == N_TAPS else len(taps)} states of the target; llama.cpp's EAGLE-3 graph reads "
+            f"exactly {N_TAPS}"
+        )
+    return tuple(taps)
+
+
+def _draft_vocab(source: Checkpoint, layer: Mapping[str, Any]) -> int:
+    if "d2t" in source.names:
+        return len(source.integers("d2t"))
+    own, all_of_them = layer.get("draft_vocab_size"), layer.get("vocab_size")
+    if own and all_of_them and own != all_of_them:
+        raise source.error(f"says {own} of {all_of_them} tokens and lacks the tensor d2t, which says which")
+    return 0
 
 
 def kind_of(name: str, kind: str) -> str:
@@ -164,6 +238,9 @@ def tensors_of(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -
         out[name] = pairs_from_halves(out[name], heads)
     if config.draft_vocab:
         out["d2t"] = target_ids(source, config)
+    factors = rope_factors(config)
+    if factors is not None:
+        out["rope_freqs.weight"] = factors
     embedding = _own_embedding(source, config, target)
     if embedding is not None:
         out["token_embd.weight"] = embedding
@@ -192,6 +269,40 @@ def shapes_of(config: SpeculatorConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def speculators_of(
+    config: SpeculatorConfig, values: dict[str, np.ndarray], target: GGUFFile | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    if config.n_embd != config.target.n_embd:
+        raise UsageError(
+            f"this draft is {config.n_embd} wide and reads states {config.target.n_embd} wide: EAGLE-3 in speculators has "
+            "one width for both"
+        )
+    values = dict(values)
+    factors, known = values.pop("rope_freqs.weight", None), rope_factors(config)
+    if factors is not None and (known is None or not np.allclose(known, factors, rtol=1e-5)):
+        raise UsageError("this draft's rope is a table of factors (rope_freqs) that nothing names: speculators has no place")
+    if "output.weight" not in values:
+        if target is None:
+            raise UsageError("this draft has no head of its own: give its target as --target FILE, whose head it uses")
+        values["output.weight"] = dequantised(
+            target, "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
+        )
+    for name, heads in (("blk.0.attn_q.weight", config.n_head), ("blk.0.attn_k.weight", config.n_head_kv)):
+        values[name] = halves_from_pairs(values[name], heads)
+    names = {f"blk.0.{b}": f"layers.0.{a}" for a, b in _LAYER.items()} | {b: a for a, b in _OUTER.items()}
+    names |= {"enc.output_norm.weight": "input_norm.weight", "token_embd.weight": "embed_tokens.weight"}
+    tensors = vocabulary(values.pop("d2t"), config.target.n_vocab) if "d2t" in values else {}
+    unknown = sorted(values.keys() - names.keys())
+    if unknown:
+        raise UsageError(f"this draft has the tensor {unknown[0]}, for which EAGLE-3 in speculators has no place")
+    tensors |= {names[name]: value for name, value in values.items()}
+    own = {
+        "target_hidden_size": config.target.n_embd, "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc, "eagle_aux_hidden_state_layer_ids": list(config.taps),
+    }  # fmt: skip
+    return tensors, described(config, "Eagle3Speculator", own, {})
+
+
 def pairs_from_halves(weight: np.ndarray, n_head: int) -> np.ndarray:
     """Rows of q or k for rotations of neighbours (NORM), out of rows for rotations of halves (NEOX): within each head, row i
     of the first half and row i of the second become neighbours."""
@@ -200,6 +311,13 @@ def pairs_from_halves(weight: np.ndarray, n_head: int) -> np.ndarray:
         raise ModelFileError(f"{rows} rows can't be {n_head} heads of an even size")
     return np.ascontiguousarray(
         weight.reshape(n_head, 2, rows // n_head // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def halves_from_pairs(weight: np.ndarray, n_head: int) -> np.ndarray:
+    """The way back."""
+    return np.ascontiguousarray(
+        weight.reshape(n_head, len(weight) // n_head // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint
+from localspec.convert.foreign import rope_factors
 from localspec.convert.methods import Text
 from localspec.convert.output import dequantised
 from localspec.errors import UsageError
@@ -40,6 +41,9 @@ class TorchDraft:
         n = len(self.w["lm_head.weight"])
         offsets = torch.from_numpy(source.integers("d2t")) if "d2t" in source.names else torch.zeros(n, dtype=torch.int64)
         self.ids = offsets + torch.arange(n)
+        factors = rope_factors(config)
+        linear = float(config.extra.get("rope.scaling.factor", 1.0))  # type: ignore[arg-type]
+        self.stretch = torch.tensor(linear) if factors is None else torch.from_numpy(factors)
 
     def roll_out(
         self, text: Text, starts: npt.NDArray[np.int64], depth: int
@@ -94,7 +98,7 @@ class TorchDraft:
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Halves of a head belong together: x[R, heads, d], positions [R]."""
         half = x.shape[-1] // 2
-        speed = self.config.rope_base ** (torch.arange(half) / -half)
+        speed = self.config.rope_base ** (torch.arange(half) / -half) / self.stretch
         angle = positions[:, None, None] * speed
         a, b = x.split(half, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)

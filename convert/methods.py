@@ -66,6 +66,12 @@ class Method(Protocol):
     def extra_keys(self, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
         """Keys of the file beyond SpeculatorConfig's and the target's tokenizer, which they may replace."""
 
+    def speculators_of(
+        self, config: SpeculatorConfig, values: dict[str, np.ndarray], target: GGUFFile | None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Tensors under the names of vLLM's speculators and their config.json (speculators.py), out of a file's values by
+        GGUF name. Raises UsageError, naming it, for what that format can't hold."""
+
     def trained(self, source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> Reading:
         """The checkpoint through PyTorch. Raises UsageError where that is not installed."""
 

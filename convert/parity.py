@@ -73,12 +73,13 @@ class Parity:
 
 
 def check(
-    checkpoint: Path, draft: Path, target: Path, data: Path | None = None, name: Path | None = None
+    checkpoint: Path, draft: Path, target: Path, data: Path | None = None, name: Path | None = None,
+    allow_pickle: bool = False,
 ) -> Parity:
     """Compare the draft in `checkpoint` with its file `draft`, which messages call `name`. Raises ModelFileError where they
     differ by more than rounding explains, UsageError where there is nothing to compare on."""
     name = name or draft
-    found = measure(checkpoint, draft, target, data)
+    found = measure(checkpoint, draft, target, data, allow_pickle)
     file = GGUFFile.open(draft, "draft")
     kind = file.tensors[methods.find(SpeculatorConfig.from_gguf(file).method).MAIN_TENSOR].type
     loose = LOOSE.get(kind, LOOSE_BELOW)
@@ -95,10 +96,12 @@ def check(
     return found
 
 
-def measure(checkpoint: Path, draft: Path, target: Path, data: Path | None = None) -> Parity:
+def measure(
+    checkpoint: Path, draft: Path, target: Path, data: Path | None = None, allow_pickle: bool = False
+) -> Parity:
     """The comparison without its judgement."""
     theirs, ours = GGUFFile.open(target, "target"), GGUFFile.open(draft, "draft")
-    source = Checkpoint.open(checkpoint)
+    source = Checkpoint.open(checkpoint, allow_pickle)
     config = source.config(theirs)
     method = methods.find(config.method)
     texts = from_shards(data, theirs) if data is not None else written_here(target, config.taps)

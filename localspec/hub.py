@@ -29,10 +29,12 @@ _NEVER = ("mmproj", "imatrix")
 _SIDECARS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_REVISION = re.compile(r"\w[\w./-]*")
 _LISTED = 12
 _CONFIG = "config.json"
 #: what else belongs to a model in Hugging Face's layout, beside its weights
 _BESIDES = (
+    "localspec.json",
     "adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     "model.safetensors.index.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 )  # fmt: skip
@@ -90,7 +92,8 @@ def resolve(spec: str, role: str, progress: Progress | None = None) -> Path:
 
 
 def snapshot(repo: str, check: Callable[[Path], None], progress: Progress | None = None) -> Path:
-    """The local folder of a model's own weights (safetensors), configuration and tokenizer: ``USER/REPO`` on the hub.
+    """The local folder of a model's own weights (safetensors), configuration and tokenizer: ``USER/REPO`` on the hub, or
+    ``USER/REPO@REVISION`` (a branch, a tag or a commit).
 
     ``check`` gets the folder when it holds config.json alone, and raises for a model that is not worth the download.
     ``progress`` is told of all files together. Offline, or when the hub is out of reach, the cache alone decides.
@@ -98,9 +101,10 @@ def snapshot(repo: str, check: Callable[[Path], None], progress: Progress | None
     Raises:
         FetchError: one line that says what to do. It never holds the token.
     """
-    if not _REPO.fullmatch(repo):
-        raise FetchError(f"hf://{repo}: expected hf://USER/REPO")
-    hub = _Hub(repo)
+    repo, pinned, revision = repo.partition("@")
+    if not _REPO.fullmatch(repo) or (pinned and not _REVISION.fullmatch(revision)):
+        raise FetchError(f"hf://{repo}{pinned}{revision}: expected hf://USER/REPO or hf://USER/REPO@REVISION")
+    hub = Hub(repo, revision=revision or "main")
     if hub.offline:
         return _cached_snapshot(hub, repo, "HF_HUB_OFFLINE is set")
     what = repo
@@ -144,7 +148,7 @@ def _of_model(names: Sequence[str], repo: str) -> list[str]:
     return [_CONFIG, *(name for name in every if name in _BESIDES), *weights]
 
 
-def _cached_snapshot(hub: _Hub, repo: str, why: str) -> Path:
+def _cached_snapshot(hub: Hub, repo: str, why: str) -> Path:
     for folder in hub.snapshots():
         if (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors")):
             return folder
@@ -246,9 +250,9 @@ class RemoteFile:
 class Hub:
     """One repository on the hub, through huggingface-hub of any version we allow (0.x uses requests, 1.x httpx)."""
 
-    def __init__(self, repo: str, kind: str = "model") -> None:
-        """``kind`` is "model" or "dataset": two repositories may have the same name."""
-        self.repo, self.kind = repo, kind
+    def __init__(self, repo: str, kind: str = "model", revision: str = "main") -> None:
+        """``kind`` is "model" or "dataset": two repositories may have the same name. ``revision``: a branch, tag, commit."""
+        self.repo, self.kind, self._revision = repo, kind, revision
         self._commit: str | None = None
         self._files: dict[str, RemoteFile] = {}
         self._lib: Any = importlib.import_module("huggingface_hub")
@@ -330,7 +334,10 @@ class Hub:
     def files(self) -> dict[str, RemoteFile]:
         """All files on the main branch, by name."""
         timeout = float(self._constants.HF_HUB_ETAG_TIMEOUT)
-        info = self.api.repo_info(self.repo, repo_type=self.kind, timeout=timeout, files_metadata=True)
+        pinned = None if self._revision == "main" else self._revision
+        info = self.api.repo_info(
+            self.repo, repo_type=self.kind, revision=pinned, timeout=timeout, files_metadata=True
+        )
         self._commit = info.sha
         self._files = {}
         for sibling in info.siblings or ():
@@ -395,7 +402,7 @@ class Hub:
 
     def _download(self, name: str) -> Path:
         download: Callable[..., str] = self._lib.hf_hub_download
-        return Path(download(self.repo, name, repo_type=self.kind))
+        return Path(download(self.repo, name, repo_type=self.kind, revision=self._revision))
 
     def _so_far(self, began: float) -> int:
         """Bytes on disk of the file that is being downloaded: the unfinished one that was written to since `began`."""
@@ -410,15 +417,17 @@ class Hub:
 
     def size(self, name: str) -> int:
         """Bytes of a file, 0 where the hub doesn't say. Call `names` first."""
-        return self._sizes.get(name) or 0
+        known = self._files.get(name)
+        return (known.n_bytes or 0) if known is not None else 0
 
     def snapshots(self) -> list[Path]:
-        """Folders of the repository's files in the cache: that of the main branch first."""
+        """Folders of the repository's files in the cache: that of the main branch first; of a pinned one that alone."""
         try:
-            main = (self._folder / "refs" / "main").read_text(encoding="ascii").strip()
+            commit = (self._folder / "refs" / self._revision).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
-            main = ""
-        return sorted((self._folder / "snapshots").glob("*"), key=lambda path: (path.name != main, path.name))
+            commit = self._revision
+        found = sorted((self._folder / "snapshots").glob("*"), key=lambda path: (path.name != commit, path.name))
+        return found if self._revision == "main" else [path for path in found if path.name == commit]
 
     def cached(self) -> dict[str, Path]:
         """Complete GGUF files in the cache, by name: those of the main branch first, then of other snapshots."""

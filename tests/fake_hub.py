@@ -131,7 +131,7 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
 
     def _sound(self, path: str) -> None:
         """Answer as a hub without troubles does."""
-        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/revision/main)?", path):
+        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/revision/(?:main|[0-9a-f]{40}))?", path):
             self._info(match[1], match[2])
         elif path == "/api/models" and self.command == "GET":
             self._search()

@@ -7,20 +7,26 @@ from pathlib import Path
 
 import click
 
-from localspec.cli.convert_target import DEFAULT_TARGET_QUANT, convert_target_cmd, is_target_source
+from localspec.cli.convert_target import DEFAULT_TARGET_QUANT, convert_target_cmd, fetched, is_target_source
 from localspec.cli.loading import fetched_default_model, say
 from localspec.convert.quantize import QUANTS, quantize, size_remark
 from localspec.errors import PairingError, UsageError
 
 #: --quant where none is given: of a copy of a model, and of a draft out of a checkpoint
 DEFAULT_QUANT, DEFAULT_DRAFT_QUANT = "Q4_0", "q8_0"
+_HUB = "hf://"
 #: layers, hidden size and vocabulary of the default model: another need not be fetched to be told from it
 _DEFAULT_SHAPE = (30, 576, 49152)
 
 
 @click.command("convert")
 @click.argument("source", metavar="SOURCE")
-@click.option("-o", "--output", required=True, metavar="FILE", help="The file to write.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="The file to write; with --to, the directory.")
+@click.option("--to", "kind", type=click.Choice(["gguf", "speculators"]), default="gguf", show_default=True,
+              help="Write a draft as GGUF, or as a checkpoint of vLLM's speculators.")
+@click.option("--verifier", metavar="NAME", help="With --to speculators: the target's repository or folder, for vLLM.")
+@click.option("--allow-pickle", is_flag=True,
+              help="Of a checkpoint: read PyTorch's pickles too, their tensors and nothing else.")
 @click.option(
     "--quant",
     metavar="TYPE",
@@ -41,22 +47,43 @@ def convert_cmd(
     parity: bool,
     as_llama: bool,
     force: bool,
+    kind: str,
+    verifier: str | None,
+    allow_pickle: bool,
 ) -> None:
     """Write a GGUF: of a trained draft's checkpoint, of a target in Hugging Face's layout, or of another GGUF.
 
-    SOURCE is a directory that holds a checkpoint (model.safetensors); a directory or hf://USER/REPO that holds a model
-    of the families llama, qwen2, qwen3, gemma3 and gemma4; or a GGUF file, which is written in another quantisation:
-    a smaller copy of the target is the simplest draft for it.
+    SOURCE is a directory that holds a draft's checkpoint, ours or of SpecForge, vLLM's speculators or EAGLE's authors; a
+    directory that holds a model of the families llama, qwen2, qwen3, gemma3 and gemma4; either of them on the hub, as
+    hf://USER/REPO or hf://USER/REPO@REVISION; or a GGUF file, which is written in another quantisation: a smaller copy of
+    the target is the simplest draft for it.
+
+    With --to speculators, a draft, GGUF or checkpoint, becomes a directory that vLLM loads.
     """
-    if is_target_source(source):
+    if verifier and kind != "speculators":
+        raise UsageError("--verifier is for --to speculators")
+    name = None
+    if source.startswith(_HUB):
+        from localspec.convert.output import check_output
+
+        if kind != "speculators":
+            check_output(Path(output), force)  # before a long download
+        name = source.removeprefix(_HUB).partition("@")[0].rpartition("/")[2]
+        source = str(fetched(source.removeprefix(_HUB)))
+    if kind == "speculators":
+        if quant or data or as_llama:
+            raise UsageError("--to speculators writes f32 values: --quant, --data and --as-llama are for GGUF")
+        _to_speculators(Path(source), Path(output), target, verifier, force, allow_pickle)
+        return
+    if is_target_source(Path(source)):
         if as_llama or target or data:
             raise UsageError(f"{source} is a target: --as-llama, --target and --data are for other sources")
-        convert_target_cmd(source, Path(output), quant, force)
+        convert_target_cmd(Path(source), Path(output), quant, force, name)
         return
     if Path(source).is_dir():
         if as_llama:
             raise UsageError("--as-llama rewrites a GGUF file, not a checkpoint")
-        _checkpoint(Path(source), Path(output), quant or DEFAULT_DRAFT_QUANT, target, data, parity, force)
+        _checkpoint(Path(source), Path(output), quant or DEFAULT_DRAFT_QUANT, target, data, parity, force, allow_pickle)
         return
     if target or data:
         raise UsageError(f"{source} is no checkpoint's directory: --target and --data are for those")
@@ -90,14 +117,37 @@ def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
         say(f"warning: {remark}")
 
 
-def _checkpoint(
-    source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool
+def _to_speculators(
+    source: Path, output: Path, target: str | None, verifier: str | None, force: bool, allow_pickle: bool
 ) -> None:
-    from localspec.convert.draft import convert
+    from localspec.convert.speculators import export
 
+    model = Path(target) if target else None
+    if source.is_dir():
+        source = _best_of(source)
+        model = model or _target_of(source, _run_of(source))
+    done = export(source, output, model, verifier, force, allow_pickle)
+    say(f"{output}: {done.title} draft for {done.config.target.name or 'its target'} as a checkpoint of vLLM's speculators, "
+        f"{done.size / 1e6:.1f} MB")  # fmt: skip
+    if verifier is None:
+        say("vLLM finds the target by its name: give it with --verifier, or as --model beside this draft")
+
+
+def _best_of(source: Path) -> Path:
+    """A run's best checkpoint; any other directory as it is."""
     if not (source / "model.safetensors").is_file() and (source / "best" / "model.safetensors").is_file():
         say(f"{source} is a training run: its best checkpoint is taken")
-        source = source / "best"
+        return source / "best"
+    return source
+
+
+def _checkpoint(
+    source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool,
+    allow_pickle: bool,
+) -> None:  # fmt: skip
+    from localspec.convert.draft import convert
+
+    source = _best_of(source)
     run = _run_of(source)
     model = Path(target) if target else _target_of(source, run)
     if data is None and (Path(run.get("data") or "none") / "manifest.json").is_file():
@@ -109,9 +159,9 @@ def _checkpoint(
         if parity:
             from localspec.convert.parity import check
 
-            summary = check(source, written, model, Path(data) if data else None, output).summary()
+            summary = check(source, written, model, Path(data) if data else None, output, allow_pickle).summary()
 
-    done = convert(source, model, output, quant, force, gate)
+    done = convert(source, model, output, quant, force, gate, allow_pickle)
     config = done.config
     n_vocab = config.target.n_vocab
     vocabulary = f"{config.draft_vocab:,} of {n_vocab:,}" if config.draft_vocab else f"all {n_vocab:,}"

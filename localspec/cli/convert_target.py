@@ -6,40 +6,41 @@ from pathlib import Path
 
 from localspec.cli.loading import say
 
-_HUB = "hf://"
 #: --quant where none is given: small, and close to the whole model
 DEFAULT_TARGET_QUANT = "Q4_K_M"
 
 
-def is_target_source(source: str) -> bool:
-    """Whether `source` names a model, on the hub or in a directory, and not a draft's checkpoint or a GGUF."""
-    if source.startswith(_HUB):
-        return True
-    if not Path(source).is_dir():
+def fetched(repo: str) -> Path:
+    """The folder of a model or of a draft's checkpoint on the hub: configuration, tokenizer and safetensors files. A target
+    of a family that can't be converted is refused before it is downloaded."""
+    from localspec.cli.progress import download
+    from localspec.convert.target import check_family, is_target
+    from localspec.hub import snapshot
+
+    def check(folder: Path) -> None:
+        if is_target(folder):
+            check_family(folder)
+
+    with download(say) as progress:
+        return snapshot(repo, check, progress)
+
+
+def is_target_source(source: Path) -> bool:
+    """Whether `source` is a directory of a model, and not a draft's checkpoint or a GGUF."""
+    if not source.is_dir():
         return False
     from localspec.convert.target import is_target
 
-    return is_target(Path(source))
+    return is_target(source)
 
 
-def convert_target_cmd(source: str, output: Path, quant: str | None, force: bool) -> None:
-    """Fetch `source` where it is on the hub, write its GGUF and say what came out."""
+def convert_target_cmd(source: Path, output: Path, quant: str | None, force: bool, name: str | None) -> None:
+    """Write the GGUF of `source`, which the file calls `name`, and say what came out."""
     from localspec.cli.progress import download
-    from localspec.convert.output import check_output
-    from localspec.convert.target import check_family, check_quant, convert_target
+    from localspec.convert.target import convert_target
 
-    check_quant(quant or DEFAULT_TARGET_QUANT)
-    check_output(output, force)
-    folder, name = Path(source), None
-    if source.startswith(_HUB):
-        from localspec.hub import snapshot
-
-        name = source.removeprefix(_HUB)
-        with download(say) as progress:
-            folder = snapshot(name, check_family, progress)
-        name = name.rpartition("/")[2]
     with download(say, "reading") as progress:
-        done = convert_target(folder, output, quant or DEFAULT_TARGET_QUANT, force, name, progress)
+        done = convert_target(source, output, quant or DEFAULT_TARGET_QUANT, force, name, progress)
     say(
         f"{output}: {done.architecture}, {done.quant}, {done.size / 1e6:.1f} MB, {done.n_params / 1e6:.1f} M parameters, "
         "tokenizer included"
