@@ -5,8 +5,8 @@ offsets in a checkpoint and absolute ids in a file; ids of target layers that z-
 inputs. dspark.py adds two heads to all this.
 
 What localspec.json holds in `extra`, by the keys' names behind "dflash.": block_size (the anchor included), mask_token_id,
-and where they apply attention.sliding_window_pattern (a list, 1 for each layer with a window, 0 for one that sees all; all have it
-where there is a window and no list) and attention.causal (no position of a block sees later ones).
+and where they apply attention.sliding_window_pattern (a list, 1 for each layer with a window, 0 for one that sees all; all
+have it where there is a window and no list) and attention.causal (no position of a block sees later ones).
 """
 
 from __future__ import annotations
@@ -247,8 +247,10 @@ def backbone_shapes(config: SpeculatorConfig) -> dict[str, tuple[str, tuple[int,
         "ffn_gate.weight": (ff, e), "ffn_up.weight": (ff, e), "ffn_down.weight": (e, ff),
     }  # fmt: skip
     outer: dict[str, tuple[int, ...]] = {
-        "fc.weight": (e, len(config.taps) * config.target.n_embd), "enc.output_norm.weight": (e,), "output_norm.weight": (e,),
-    }  # fmt: skip
+        "fc.weight": (e, len(config.taps) * config.target.n_embd),
+        "enc.output_norm.weight": (e,),
+        "output_norm.weight": (e,),
+    }
     shapes = {old: (new, outer[new]) for old, new in _OUTER.items()}
     for i in range(config.n_layer):
         shapes |= {f"layers.{i}.{old}": (f"blk.{i}.{new}", layer[new]) for old, new in _LAYER.items()}

@@ -3,10 +3,10 @@
 It shares nothing with the trainer's model nor with the file's network: attention over all positions with a mask, fp32
 throughout, one block for each place where a draft begins.
 
-A block stands behind the n tokens whose states are known (positions 0 to n - 1): the pending token at position n, the anchor,
-then masks. Every row of it sees the injected keys before n, as far as the layer's window reaches back from that row, and every row of
-the block. A mask's row predicts the token of its own position; in a DSpark draft that samples from the anchor, every row
-predicts the token after it.
+A block stands behind the n tokens whose states are known (positions 0 to n - 1): the pending token at position n, the
+anchor, then masks. Every row of it sees the injected keys before n, as far as the layer's window reaches back from that row,
+and every row of the block. A mask's row predicts the token of its own position; in a DSpark draft that samples from the
+anchor, every row predicts the token after it.
 """
 
 from __future__ import annotations

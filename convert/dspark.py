@@ -1,9 +1,9 @@
 """A DSpark checkpoint to the GGUF file that llama.cpp (draft-dspark) and localspec run: ours, DeepSpec's, or one of vLLM's
 `speculators`.
 
-DSpark is DFlash with two heads on top: a Markov head of low rank, which adds to the logits of a place what the token before it
-makes likely, and one that says how sure a place is. In `extra` stand, besides DFlash's keys, sample_from_anchor (true, the
-default: the anchor's own place predicts the first token) and has_confidence_head (true by default).
+DSpark is DFlash with two heads on top: a Markov head of low rank, which adds to the logits of a place what the token before
+it makes likely, and one that says how sure a place is. In `extra` stand, besides DFlash's keys, sample_from_anchor (true,
+the default: the anchor's own place predicts the first token) and has_confidence_head (true by default).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The target's rows go in as they are accepted (`inject`): what its taps say at position P stands in the cache at P, in every
 layer. A draft of k tokens for a text of n tokens is then one pass over a block: the pending token at position n - 1, the
-anchor, and a mask for each further place; a mask's row predicts the token of its own position. Where a DSpark draft samples from the
-anchor, every row predicts the token after it, so k rows do. (llama.cpp: src/models/dflash.cpp, common/speculative.cpp)
+anchor, and a mask for each further place; a mask's row predicts the token of its own position. Where a DSpark draft samples
+from the anchor, every row predicts the token after it, so k rows do. (llama.cpp: src/models/dflash.cpp and
+common/speculative.cpp)
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from __future__ import annotations
 import numpy as np
 
 from localspec.draft_net import (
-    F32, I32, Matrix, embedding, extension, matrix, rope_factors, target_head, target_ids, threads_for, vector,
+    F32,
+    I32,
+    Matrix,
+    embedding,
+    extension,
+    matrix,
+    rope_factors,
+    target_head,
+    target_ids,
+    threads_for,
+    vector,
 )  # fmt: skip
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
@@ -24,7 +35,8 @@ _MATRICES = {
 _NORMS = {"in": "attn_norm", "norm_q": "attn_q_norm", "norm_k": "attn_k_norm", "ffn": "ffn_norm"}
 _OUTER = (
     "fc.weight", "enc.output_norm.weight", "output_norm.weight", "output.weight", "token_embd.weight", "d2t",
-    "rope_freqs.weight", "blk.0.rope_freqs.weight", "markov_w1.weight", "markov_w2.weight", "conf_proj.weight", "conf_proj.bias",
+    "rope_freqs.weight", "blk.0.rope_freqs.weight", "markov_w1.weight", "markov_w2.weight", "conf_proj.weight",
+    "conf_proj.bias",
 )  # fmt: skip
 #: keys that change the graph -> the value that does not
 _USUAL = {
@@ -50,7 +62,7 @@ class DFlashNet:
         c = self.config
         _refuse_unknown(draft)
         if not c.taps or c.n_embd != target.n_embd:
-            raise draft.error(f"reads {len(c.taps)} taps and is {c.n_embd} wide, the target {target.n_embd}; make it for this one")
+            raise draft.error(f"reads {len(c.taps)} taps and is {c.n_embd} wide; its target is {target.n_embd} wide")
         self.n_embd = c.n_embd
         self.n_in = len(c.taps) * c.target.n_embd
         self.n_tokens = target.vocab_size
@@ -113,7 +125,8 @@ class DFlashNet:
                 raise draft.error(f"is damaged: its Markov head knows {first[2]} tokens, the target has {self.n_tokens}")
         if self.has_confidence:
             norms["sure"] = _as_vector(draft, "conf_proj.weight")
-            norms["sure_bias"] = vector(draft, "conf_proj.bias") if "conf_proj.bias" in draft.tensors else np.zeros(1, np.float32)
+            has_bias = "conf_proj.bias" in draft.tensors
+            norms["sure_bias"] = vector(draft, "conf_proj.bias") if has_bias else np.zeros(1, np.float32)
         return tensors, norms
 
     def inject(self, slot: int, first: int, taps: F32) -> None:
@@ -121,8 +134,8 @@ class DFlashNet:
         self._native.inject(self._net, slot, first, np.ascontiguousarray(taps, np.float32))
 
     def block(self, slots: I32, positions: I32, tokens: I32, ks: I32) -> tuple[F32, F32]:
-        """One pass for the anchors `tokens` at `positions` of m slots: logits f32[sum of ks, Vd] of the drafted places, without
-        the Markov head's part, and their states f32[sum of ks, E]."""
+        """One pass for the anchors `tokens` at `positions` of m slots: logits f32[sum of ks, Vd] of the drafted places,
+        without the Markov head's part, and their states f32[sum of ks, E]."""
         n = int(ks.sum())
         logits, hidden = np.empty((n, len(self.ids)), np.float32), np.empty((n, self.n_embd), np.float32)
         if n:
@@ -130,15 +143,15 @@ class DFlashNet:
         return logits, hidden
 
     def lean(self, previous: I32, hidden: F32, logits: F32) -> F32:
-        """Add the Markov head's part to logits f32[n, Vd], given the tokens before; how sure the draft is, f32[n] (NaN where it
-        has no head for that). Changes nothing in a draft without a Markov head."""
+        """Add the Markov head's part to logits f32[n, Vd], given the tokens before; how sure the draft is, f32[n] (NaN where
+        it has no head for that). Changes nothing in a draft without a Markov head."""
         sure = np.empty(len(previous), np.float32)
         self._native.lean(self._net, previous, np.ascontiguousarray(hidden), logits, sure)
         return sure
 
     def greedy(self, slots: I32, positions: I32, tokens: I32, ks: I32, p_min: float) -> tuple[I32, F32, I32]:
-        """Up to ks[i] tokens after each anchor: target ids i32[m, k], confidences f32[m, k], counts i32[m]. The confidence is
-        the head's own or, without one, the token's probability."""
+        """Up to ks[i] tokens after each anchor: target ids i32[m, k], confidences f32[m, k], counts i32[m]. The confidence
+        is the head's own or, without one, the token's probability."""
         m, k = len(slots), int(ks.max(initial=0))
         out, sure, counts = np.zeros((m, k), np.int32), np.empty((m, k), np.float32), np.zeros(m, np.int32)
         if k > 0:

@@ -11,7 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localspec.draft_net import F32, I32, embedding, extension, matrix, rope_factors, target_head, target_ids, threads_for, vector
+from localspec.draft_net import (
+    F32,
+    I32,
+    embedding,
+    extension,
+    matrix,
+    rope_factors,
+    target_head,
+    target_ids,
+    threads_for,
+    vector,
+)
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
 
@@ -55,8 +66,8 @@ class Eagle3Net:
             norms["rope_factors"] = factors
         shape = np.array(
             [
-                c.n_embd, self.n_in, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, n_rot, len(self.ids), self.n_tokens, c.window,
-                c.norm_before_residual, c.norm_before_fc, factors is not None,
+                c.n_embd, self.n_in, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, n_rot, len(self.ids), self.n_tokens,
+                c.window, c.norm_before_residual, c.norm_before_fc, factors is not None,
             ], np.int64,
         )  # fmt: skip
         n_bytes = sum(len(t[3]) for name, t in tensors.items() if name not in ("fc", "embedding"))

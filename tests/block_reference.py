@@ -1,5 +1,5 @@
-"""DFlash's and DSpark's network from a GGUF file in plain numpy (float64), one block after another: what native/draft is held
-against."""
+"""DFlash's and DSpark's network from a GGUF file in plain numpy (float64), one block after another: what native/draft is
+held against."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class BlockReference:
     def draft(
         self, taps: np.ndarray, anchor: int, k: int, forced: list[int] | None = None
     ) -> tuple[list[np.ndarray], list[int], list[float]]:
-        """For each drafted place its logits over the draft's vocabulary, the token chosen and the confidence; `forced`: tokens
-        that were chosen in their stead."""
+        """For each drafted place its logits over the draft's vocabulary, the token chosen and the confidence; `forced`: what
+        was chosen in its stead."""
         hidden, w = self.hidden(taps, anchor, k), self.w
         rows, tokens, sure = [], [], []
         previous = anchor

@@ -36,9 +36,9 @@ def dflash_draft(
     confidence: bool = True,
     from_anchor: bool | None = None,
 ) -> Path:
-    """``rank`` > 0: a DSpark draft, with a confidence head unless told otherwise. ``windowed``: which layers have the window,
-    every one by default. The embedding is the target's unless it is to be its own, the head too where there is no draft
-    vocabulary and no embedding of its own."""
+    """``rank`` > 0: a DSpark draft, with a confidence head unless told otherwise. ``windowed``: which layers have the
+    window, every one by default. The embedding is the target's unless it is to be its own, the head too where there is no
+    draft vocabulary and no embedding of its own."""
     target = GGUFFile.open(like)
     e, kv, q = target.n_embd, n_head_kv * head_dim, n_head * head_dim
     w = _Weights(seed, ftype)

@@ -1,7 +1,7 @@
 """What drafters share that read the target's hidden states: following a text, and drawing tokens from a draft's rows.
 
-A row of the target is what its taps said at one token. `commit` runs after acceptance, so a drafter sees every row that counts
-and none that does not: nothing has to be taken back but what was drafted.
+A row of the target is what its taps said at one token. `commit` runs after acceptance, so a drafter sees every row that
+counts and none that does not: nothing has to be taken back but what was drafted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class TapDrafter(ABC, Generic[KnownT]):
     #: tokens behind a row that it depends on, 0 or 1
     behind: int
 
-    def __init__(self, config: SpeculatorConfig, ids: I32, known: list[KnownT], target: TargetSession, settings: DrafterSettings):
+    def __init__(
+        self, config: SpeculatorConfig, ids: I32, known: list[KnownT], target: TargetSession, settings: DrafterSettings
+    ):
         """`ids` i32[Vd]: the target's ids of what the draft can say."""
         self.rule, self.p_min = settings.rule, settings.p_min
         self._ids, self._n_vocab = ids, target.model.n_vocab

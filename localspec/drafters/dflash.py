@@ -1,16 +1,16 @@
 """Drafting with DFlash or DSpark: a few layers that read the target's hidden states and draft a whole block in one pass.
 
-The target's rows are injected into the draft's cache as they are accepted (dflash_net.py). With n tokens, the last of them pending,
-rows 0 .. n - 2 are there, and the block stands behind them:
+The target's rows are injected into the draft's cache as they are accepted (dflash_net.py). With n tokens, the last of them
+pending, rows 0 .. n - 2 are there, and the block stands behind them:
 
     tokens          t0 t1 t2 t3 t4              t4 pending, 5 tokens
     injected rows   0  1  2  3
     block                       t4 MASK MASK    at positions 4, 5, 6; the masks' rows draft t5 and t6
     from the anchor             t4 MASK         at positions 4, 5, whose rows draft t5 and t6 (DSpark)
 
-A DFlash draft's places know nothing of each other's tokens: each is drawn from its own row. DSpark's Markov head adds to a row
-what the token drawn before makes likely, so its tokens are drawn one after another, and its confidence head says how likely a
-place is to be kept.
+A DFlash draft's places know nothing of each other's tokens: each is drawn from its own row. DSpark's Markov head adds to a
+row what the token drawn before makes likely, so its tokens are drawn one after another, and its confidence head says how
+likely a place is to be kept.
 """
 
 from __future__ import annotations

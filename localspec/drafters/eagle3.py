@@ -41,9 +41,8 @@ class _Pairs(Known):
 class _Chain:
     """Drafts token by token: the layer's own output is the next pair's state."""
 
-    sure = None
-
     def __init__(self, net: Eagle3Net, pairs: tuple[I32, I32, I32, F32]):
+        self.sure: F32 | None = None
         self._net = net
         self._slots, self._positions, tokens, states = pairs
         self.logits, self._states = net.step(self._slots, self._positions, tokens, states)
