@@ -27,6 +27,7 @@ from localspec.draft_net import (
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
 from localspec.memory import windowed_layers
+from localspec.pairing import is_dspark
 from localspec.speculator import SpeculatorConfig
 
 _MATRICES = {
@@ -44,11 +45,6 @@ _USUAL = {
     "hyper_connection.count": 0, "selector_rank": 0,
 }  # fmt: skip
 _DEFAULT_BLOCK = 16  # llama.cpp's, for files that don't say
-
-
-def is_dspark(draft: GGUFFile) -> bool:
-    """Whether a file of the architecture dflash is a DSpark draft: it has a Markov head."""
-    return "markov_w1.weight" in draft.tensors
 
 
 class DFlashNet:
@@ -90,6 +86,8 @@ class DFlashNet:
                 self.has_confidence,
             ], np.int64,
         )  # fmt: skip
+        if c.window and not isinstance(draft.arch("attention.sliding_window_pattern"), np.ndarray):
+            raise draft.error("does not say which of its layers have its window (attention.sliding_window_pattern)")
         windows = np.array([c.window if on else 0 for on in windowed_layers(draft)], np.int64)
         n_bytes = sum(len(t[3]) for name, t in tensors.items() if name not in ("fc", "embedding", "markov_first"))
         self.n_threads = threads_for(n_bytes, n_threads)

@@ -21,10 +21,10 @@ from typing import Any, BinaryIO
 from localspec import native
 from localspec.accept import Sampling
 from localspec.errors import LocalspecError
+from localspec.gguf_file import GGUFFile
+from localspec.pairing import llama_spec_type
 from localspec.report import rate
 
-#: our drafters' names -> the arguments that make llama-server draft in the nearest way
-SPEC_TYPES = {"ngram": "ngram-simple", "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 _START_TIMEOUT = 180.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
@@ -176,7 +176,8 @@ def server_arguments(settings: dict[str, Any]) -> list[str]:
 
 def draft_arguments(settings: dict[str, Any]) -> list[str]:
     """The flags that make it draft as we do; ngram-simple looks up as many tokens as our longest match."""
-    arguments = ["--spec-type", SPEC_TYPES[settings["spec_type"]]]
+    draft = GGUFFile.open(Path(settings["draft"]), "draft") if settings["draft"] else None
+    arguments = ["--spec-type", llama_spec_type(settings["spec_type"], draft)]
     if settings["draft"]:
         arguments += ["-md", settings["draft"], "-ngld", str(settings["n_gpu_layers_draft"])]
         arguments += ["--spec-draft-n-max", str(settings["n_max"]), "--spec-draft-p-min", str(settings["p_min"])]
