@@ -82,10 +82,14 @@ def is_dflash(names: set[str]) -> bool:
 
 def foreign_config(source: Checkpoint, target: GGUFFile) -> SpeculatorConfig:
     """As methods.Method says."""
-    config = backbone_config(source, target, METHOD, {})
-    if source.json("config.json").get("sample_from_anchor"):
-        raise source.error("predicts from the anchor's own place (sample_from_anchor), which llama.cpp does for DSpark only")
-    return config
+    outer = source.json("config.json")
+    # DSpark's trainers can leave its Markov head out; their drafts begin at the anchor all the same.
+    is_dspark = any("DSpark" in str(name) for name in outer.get("architectures") or [])
+    if outer.get("sample_from_anchor", is_dspark):
+        raise source.error(
+            "predicts from the anchor's own place (sample_from_anchor) without a Markov head; llama.cpp needs one for it"
+        )
+    return backbone_config(source, target, METHOD, {})
 
 
 def backbone_config(source: Checkpoint, target: GGUFFile, method: str, extra: Mapping[str, Any]) -> SpeculatorConfig:
