@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 
 from localspec.convert import foreign, methods, pickled
+from localspec.convert.output import dequantised
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
 from localspec.speculator import CHECKPOINT_FILE, SpeculatorConfig
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "|u1", "BOOL": "|b1"}
+#: a checkpoint's matrix is the target's when it is this close to it: rounding of bf16 and of the target's own type
+_SAME = 0.02
+
 
 @dataclass
 class Checkpoint:
@@ -167,6 +171,25 @@ def _weights(path: Path, allow_pickle: bool) -> list[Path]:
     inner = sorted(p.parent.name for p in path.glob("*/model*.safetensors"))
     hint = f"; there is one in {clip(str(path / inner[0]), 400)}" if inner else ""
     raise ModelFileError(f"checkpoint {shown} has no model.safetensors{hint}")
+
+
+def own_matrix(source: Checkpoint, name: str, target: GGUFFile, shape: tuple[int, int], given: str) -> np.ndarray | None:
+    """The checkpoint's own `name`, f32 of this shape; None where it has none, or the same as the target's tensor `given`."""
+    if name not in source.names:
+        return None
+    own = source.tensor(name)
+    if own.shape != shape:
+        raise source.error(f"has {name} of the shape {list(own.shape)}, not {list(shape)}")
+    if shape[1] == target.n_embd and given in target.tensors:
+        theirs = dequantised(target, given)[: len(own)]
+        if theirs.shape == own.shape and np.linalg.norm(own - theirs) <= _SAME * np.linalg.norm(theirs):
+            return None
+    return own
+
+
+def head_name(target: GGUFFile) -> str:
+    """The target's tensor that gives its logits."""
+    return "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
 
 
 def _renamed(name: str) -> str:

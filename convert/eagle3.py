@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.convert.checkpoint import Checkpoint, layer_config, target_ids
+from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
 from localspec.convert.foreign import ROPE, rope_factors, rope_settings
 from localspec.convert.methods import Reading, Text
 from localspec.convert.output import dequantised
@@ -61,8 +61,6 @@ _LAYER = {
 _OUTER = {"fc.weight": "fc.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
 #: what a trainer keeps for itself and a draft does not need
 _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-#: a checkpoint's embedding is the target's when it is this close to it: rounding of bf16 and of the target's own type
-_SAME_EMBEDDING = 0.02
 
 
 def recognises(config: Mapping[str, Any], names: set[str]) -> bool:
@@ -284,9 +282,7 @@ def speculators_of(
     if "output.weight" not in values:
         if target is None:
             raise UsageError("this draft has no head of its own: give its target as --target FILE, whose head it uses")
-        values["output.weight"] = dequantised(
-            target, "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
-        )
+        values["output.weight"] = dequantised(target, head_name(target))
     for name, heads in (("blk.0.attn_q.weight", config.n_head), ("blk.0.attn_k.weight", config.n_head_kv)):
         values[name] = halves_from_pairs(values[name], heads)
     names = {f"blk.0.{b}": f"layers.0.{a}" for a, b in _LAYER.items()} | {b: a for a, b in _OUTER.items()}
@@ -323,19 +319,9 @@ def halves_from_pairs(weight: np.ndarray, n_head: int) -> np.ndarray:
 
 def _own_embedding(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> np.ndarray | None:
     """The checkpoint's embedding, None where the target's own serves."""
-    if "embed_tokens.weight" not in source.names:
-        if config.n_embd != target.n_embd:
-            raise source.error(
-                f"lacks embed_tokens.weight; the target's embedding is {target.n_embd} wide, the draft {config.n_embd}"
-            )
-        return None
-    own = source.tensor("embed_tokens.weight")
-    if own.shape != (config.target.n_vocab, config.n_embd):
+    if "embed_tokens.weight" not in source.names and config.n_embd != target.n_embd:
         raise source.error(
-            f"has embed_tokens.weight of the shape {list(own.shape)}, not {[config.target.n_vocab, config.n_embd]}"
+            f"lacks embed_tokens.weight; the target's embedding is {target.n_embd} wide, the draft {config.n_embd}"
         )
-    if config.n_embd == target.n_embd and "token_embd.weight" in target.tensors:
-        theirs = dequantised(target, "token_embd.weight")[: len(own)]
-        if theirs.shape == own.shape and np.linalg.norm(own - theirs) <= _SAME_EMBEDDING * np.linalg.norm(theirs):
-            return None
-    return own
+    shape = (config.target.n_vocab, config.n_embd)
+    return own_matrix(source, "embed_tokens.weight", target, shape, "token_embd.weight")

@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens i32[n] and the target's states f32[n, T * H] (T = 0 where the draft reads none); `said` bool[n]: tokens that
-    the target chose."""
+    """Tokens i32[n] and the target's states f32[n, T * H], in the order in which the draft reads them (T = 0 where it reads
+    none); `said` bool[n]: tokens that the target chose."""
 
     tokens: npt.NDArray[np.int32]
     taps: npt.NDArray[np.float32]

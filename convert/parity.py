@@ -9,7 +9,7 @@ texts are a trainer's shards, or, without, a few that the target writes here and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +110,9 @@ def measure(
     same: list[bool] = []
     kept = {"torch": 0, "file": 0}
     n_chains = 0
+    reads = SpeculatorConfig.from_gguf(ours).taps
+    if set(reads) != set(config.taps):
+        raise ModelFileError(f"{draft} reads the taps {list(reads)}, {checkpoint} {list(config.taps)}; convert it again")
     trained = method.trained(source, config, theirs)
     written = method.written(ours, theirs)
     for text in texts:
@@ -117,9 +120,9 @@ def measure(
         if n_chains >= N_CHAINS or not len(starts):
             continue
         n_chains += len(starts)
-        wanted, accepted = trained.roll_out(text, starts, depth)
+        wanted, accepted = trained.roll_out(in_order(text, config.taps), starts, depth)
         kept["torch"] += int(accepted.sum())
-        logits, accepted = written.roll_out(text, starts, depth)
+        logits, accepted = written.roll_out(in_order(text, reads), starts, depth)
         kept["file"] += int(accepted.sum())
         errors.extend(np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
         same.extend(logits.argmax(1) == wanted.argmax(1))
@@ -132,6 +135,15 @@ def measure(
         len(errors), n_chains, depth, float(np.median(errors)), float(np.mean(same)), kept["torch"] / drafted,
         kept["file"] / drafted,
     )  # fmt: skip
+
+
+def in_order(text: Text, taps: Sequence[int]) -> Text:
+    """The text with its states, which ascend by tap, in the order in which a draft reads them."""
+    order = [sorted(taps).index(tap) for tap in taps]
+    if order == sorted(order):
+        return text
+    n = len(text.taps)
+    return replace(text, taps=text.taps.reshape(n, len(order), -1)[:, order].reshape(n, -1))
 
 
 def chain_starts(text: Text) -> npt.NDArray[np.int64]:

@@ -27,7 +27,8 @@ from localspec.cli.loading import Loaded, open_engine
 from localspec.cli.options import ModelChoice
 from localspec.engine import Request
 from localspec.errors import LocalspecError, UsageError
-from localspec.peer import SPEC_TYPES, LlamaServer, draft_arguments, server_arguments
+from localspec.llama_arch import SPEC_TYPES
+from localspec.peer import LlamaServer, draft_arguments, server_arguments
 from localspec.prompts import BUILT_IN, read_prompts, spread
 from localspec.target import SessionSettings
 

@@ -7,23 +7,25 @@ Every type of weight that ggml can convert is taken; the embedding and, where th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from localspec import native
-from localspec.errors import ModelFileError, NativeError
+from localspec.draft_net import (
+    F32,
+    I32,
+    embedding,
+    extension,
+    matrix,
+    rope_factors,
+    target_head,
+    target_ids,
+    threads_for,
+    vector,
+)
 from localspec.gguf_file import GGUFFile
-from localspec.gguf_format import TENSOR_TYPES
 from localspec.speculator import SpeculatorConfig
 
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-
-_TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 _MATRICES = {
     "fc": "fc.weight", "q": "blk.0.attn_q.weight", "k": "blk.0.attn_k.weight", "v": "blk.0.attn_v.weight",
     "o": "blk.0.attn_output.weight", "gate": "blk.0.ffn_gate.weight", "up": "blk.0.ffn_up.weight",
@@ -33,8 +35,6 @@ _NORMS = {
     "embedding": "blk.0.attn_norm.weight", "state": "blk.0.attn_norm_2.weight", "ffn": "blk.0.ffn_norm.weight",
     "output": "output_norm.weight",
 }  # fmt: skip
-#: bytes of weights that one drafted token reads, per thread: below that, waking and meeting another costs more than it saves
-_BYTES_PER_THREAD = 16 << 20
 
 
 class Eagle3Net:
@@ -51,38 +51,28 @@ class Eagle3Net:
         self.n_embd = c.n_embd
         self.n_in = len(c.taps) * c.target.n_embd
         self.n_tokens = target.vocab_size
-        self.ids = self._ids(draft)
-        tensors = {name: _matrix(draft, stored) for name, stored in _MATRICES.items()}
+        self.ids = target_ids(draft, self.n_tokens)
+        tensors = {name: matrix(draft, stored) for name, stored in _MATRICES.items()}
         own = "output.weight" in draft.tensors
-        tied = "output.weight" in target.tensors
-        tensors["head"] = _matrix(draft, "output.weight") if own else _matrix(
-            target, "output.weight" if tied else "token_embd.weight"
-        )
-        tensors["embedding"] = _matrix(draft if "token_embd.weight" in draft.tensors else target, "token_embd.weight")
-        n_embedded = tensors["embedding"][2]
-        if n_embedded < self.n_tokens or tensors["embedding"][1] != c.n_embd:
-            raise draft.error(f"needs an embedding of {self.n_tokens} tokens, {c.n_embd} wide; make it for this target")
+        tensors["head"] = matrix(draft, "output.weight") if own else target_head(target)
+        tensors["embedding"] = embedding(draft, target, c.n_embd)
         if tensors["head"][2] != len(self.ids):
             raise draft.error(f"is damaged: its head has {tensors['head'][2]} rows, its vocabulary {len(self.ids)}")
-        norms: dict[str, F32] = {name: _vector(draft, stored) for name, stored in _NORMS.items()}
+        norms: dict[str, F32] = {name: vector(draft, stored) for name, stored in _NORMS.items()}
         if c.norm_before_fc:
-            norms["taps"] = _vector(draft, "enc.output_norm.weight")
-        factors = next((n for n in ("rope_freqs.weight", "blk.0.rope_freqs.weight") if n in draft.tensors), None)
-        n_rot = int(draft.arch("rope.dimension_count", c.head_dim))
-        scale = _linear_scale(draft)
-        if factors is not None or scale != 1.0:
-            norms["rope_factors"] = (
-                _vector(draft, factors) if factors is not None else np.ones(n_rot // 2, np.float32)
-            ) * np.float32(scale)
+            norms["taps"] = vector(draft, "enc.output_norm.weight")
+        n_rot, factors = rope_factors(draft, c.head_dim)
+        if factors is not None:
+            norms["rope_factors"] = factors
         shape = np.array(
             [
-                c.n_embd, self.n_in, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, n_rot, len(self.ids), n_embedded, c.window,
-                c.norm_before_residual, c.norm_before_fc, "rope_factors" in norms,
+                c.n_embd, self.n_in, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, n_rot, len(self.ids), self.n_tokens,
+                c.window, c.norm_before_residual, c.norm_before_fc, factors is not None,
             ], np.int64,
         )  # fmt: skip
         n_bytes = sum(len(t[3]) for name, t in tensors.items() if name not in ("fc", "embedding"))
-        self.n_threads = max(1, min(n_threads or native.default_threads(), n_bytes // _BYTES_PER_THREAD))
-        self._native = _extension()
+        self.n_threads = threads_for(n_bytes, n_threads)
+        self._native = extension()
         self._keep = target, draft  # the embedding is read in place
         try:
             self._net = self._native.eagle3(
@@ -90,15 +80,6 @@ class Eagle3Net:
             )
         except ValueError as error:
             raise draft.error(f"can't be run: {error}") from None
-
-    def _ids(self, draft: GGUFFile) -> I32:
-        table = draft.tensors.get("d2t")
-        if table is None:
-            return np.arange(self.n_tokens, dtype=np.int32)
-        ids = np.frombuffer(draft.tensor_bytes("d2t"), "<i8" if table.type == "I64" else "<i4")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self.n_tokens):
-            raise draft.error("has a table of token ids (d2t) that the target does not have; make it for this target")
-        return ids.astype(np.int32)
 
     def fuse(self, taps: F32) -> F32:
         """States g f32[n, E] of taps f32[n, n_in] (or [n, T, H])."""
@@ -130,34 +111,3 @@ class Eagle3Net:
     def close(self) -> None:
         """Free weights and caches."""
         self._net = None
-
-
-def _matrix(file: GGUFFile, name: str) -> tuple[int, int, int, memoryview, int]:
-    info = file.tensors.get(name)
-    if info is None or len(info.shape) != 2:
-        raise file.error(f"has no matrix {name}, which an EAGLE-3 draft needs")
-    number = _TYPE_NUMBERS[info.type]
-    return number, info.shape[0], info.shape[1], file.tensor_bytes(name), native.to_float_address(number)
-
-
-def _vector(file: GGUFFile, name: str) -> F32:
-    info = file.tensors.get(name)
-    if info is None or len(info.shape) != 1 or info.type not in ("F32", "F16"):
-        raise file.error(f"has no vector {name} of floats, which an EAGLE-3 draft needs")
-    return np.frombuffer(file.tensor_bytes(name), "<f4" if info.type == "F32" else "<f2").astype(np.float32)
-
-
-def _linear_scale(file: GGUFFile) -> float:
-    kind = file.arch("rope.scaling.type", "none")
-    if kind in ("none", ""):
-        return 1.0
-    if kind != "linear":
-        raise ModelFileError(f"{file.path}: scales its rope by {kind}, which drafts here can't; use llama.cpp's own for it")
-    return float(file.arch("rope.scaling.factor", 1.0))
-
-
-def _extension() -> Any:
-    try:
-        return importlib.import_module("localspec._draft")
-    except ImportError:
-        raise NativeError("localspec was installed without its native part: pip install it again") from None

@@ -16,6 +16,12 @@ def _names(text: str) -> frozenset[str]:
 # Draft heads that only work on top of a target's hidden states, and the drafter that each of them wants.
 DRAFT_HEADS = {"eagle3": "eagle3", "dflash": "dflash", "gemma4-assistant": "mtp"}
 
+# Our ways of drafting, as `llama-server --spec-type` calls the same thing. A dflash file with a Markov head is "dspark".
+SPEC_TYPES = {
+    "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark", "mtp": "draft-mtp",
+    "ngram": "ngram-simple",
+}  # fmt: skip
+
 # Nothing to predict a next token with: one vector per text.
 ENCODER_ONLY = _names(
     """

@@ -16,7 +16,8 @@ from localspec.gguf_format import clip
 from localspec.memory import MemoryNeed, memory_needed
 from localspec.speculator import JSON_KEY, SpeculatorConfig
 
-__all__ = ["MemoryNeed", "can_roll_back", "check_pair", "drafter_for", "memory_needed"]
+__all__ = ["MemoryNeed", "can_roll_back", "check_pair", "drafter_for", "is_dspark", "llama_spec_type",
+           "memory_needed"]  # fmt: skip
 
 # Names that converters give to ids without a meaning, there to round a vocabulary up.
 _PADDING = re.compile(
@@ -58,6 +59,16 @@ def drafter_for(draft: GGUFFile) -> str:
             "in this version; take a small language model as draft, or --spec-type ngram"
         )
     return name
+
+
+def is_dspark(draft: GGUFFile) -> bool:
+    """Whether a draft of the architecture dflash has a Markov head."""
+    return draft.architecture == "dflash" and "markov_w1.weight" in draft.tensors
+
+
+def llama_spec_type(drafter: str, draft: GGUFFile | None) -> str:
+    """What llama-server calls this drafter with this draft."""
+    return llama_arch.SPEC_TYPES["dspark" if draft is not None and is_dspark(draft) else drafter]
 
 
 def can_roll_back(gguf: GGUFFile) -> tuple[bool, str]:

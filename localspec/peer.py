@@ -22,10 +22,10 @@ from localspec import native
 from localspec.accept import Sampling
 from localspec.control import DEFAULT_N_MAX
 from localspec.errors import LocalspecError
+from localspec.gguf_file import GGUFFile
+from localspec.pairing import llama_spec_type
 from localspec.report import rate
 
-#: our drafters' names -> the arguments that make llama-server draft in the nearest way
-SPEC_TYPES = {"ngram": "ngram-simple", "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 _START_TIMEOUT = 180.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
@@ -177,7 +177,8 @@ def server_arguments(settings: dict[str, Any]) -> list[str]:
 
 def draft_arguments(settings: dict[str, Any]) -> list[str]:
     """The flags that make it draft as we do; ngram-simple looks up as many tokens as our longest match."""
-    arguments = ["--spec-type", SPEC_TYPES[settings["spec_type"]]]
+    draft = GGUFFile.open(Path(settings["draft"]), "draft") if settings["draft"] else None
+    arguments = ["--spec-type", llama_spec_type(settings["spec_type"], draft)]
     # Where we choose the number as we go, it gets its own default, not our upper bound.
     n_max = str(min(settings["n_max"], DEFAULT_N_MAX) if settings["adapt"] else settings["n_max"])
     if settings["draft"]:

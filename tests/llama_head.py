@@ -1,4 +1,4 @@
-"""EAGLE-3's network as llama.cpp runs it, for one text: the other implementation that ours is held against.
+"""Networks of drafts as llama.cpp runs them, for one text: the other implementation that ours are held against.
 
 Only tests need these C++ functions of llama.cpp; the program itself runs heads by native/draft.
 """
@@ -47,9 +47,11 @@ class LlamaHead:
         before."""
         n = len(tokens)
         self._run(native.lib().llama_decode, tokens, g, self._next())
+        return self._logits(n), self._read(None, n)
+
+    def _logits(self, n: int) -> np.ndarray:
         address = ctypes.cast(native.lib().llama_get_logits(self.handle), _POINTER).value
-        logits = np.ctypeslib.as_array((ctypes.c_float * (n * self.n_vocab)).from_address(address)).reshape(n, -1).copy()
-        return logits, self._read(None, n)
+        return np.ctypeslib.as_array((ctypes.c_float * (n * self.n_vocab)).from_address(address)).reshape(n, -1).copy()
 
     def cut(self, n: int) -> None:
         native.lib().llama_memory_seq_rm(native.lib().llama_get_memory(self.handle), 0, n, -1)
@@ -57,9 +59,9 @@ class LlamaHead:
     def _next(self) -> int:
         return int(native.lib().llama_memory_seq_pos_max(native.lib().llama_get_memory(self.handle), 0)) + 1
 
-    def _run(self, function: Any, tokens: list[int] | None, rows: np.ndarray, first: int) -> None:
-        lib, n = native.lib(), len(rows)
-        rows = np.ascontiguousarray(rows, np.float32)
+    def _run(self, function: Any, tokens: list[int] | None, rows: np.ndarray | None, first: int) -> None:
+        lib, n = native.lib(), len(rows) if rows is not None else len(tokens or ())
+        rows = np.ascontiguousarray(rows, np.float32) if rows is not None else None
         ids = np.array(tokens if tokens is not None else [0] * n, np.int32)
         pos, one, zero = np.arange(first, first + n, dtype=np.int32), np.ones(n, np.int32), np.zeros(n, np.int32)
         want = np.ones(n, np.int8)
@@ -68,7 +70,8 @@ class LlamaHead:
         batch.n_tokens = n
         if tokens is not None:
             batch.token = ids.ctypes.data_as(i32)
-        batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        if rows is not None:
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         batch.pos, batch.n_seq_id = pos.ctypes.data_as(i32), one.ctypes.data_as(i32)
         pointers = (i32 * n)(*[zero.ctypes.data_as(i32)] * n)
         batch.seq_id = ctypes.cast(pointers, ctypes.POINTER(i32))
@@ -83,3 +86,23 @@ class LlamaHead:
     def close(self) -> None:
         native.lib().llama_free(self.handle)
         native.lib().llama_model_free(self.model)
+
+
+class LlamaBlocks(LlamaHead):
+    """A DFlash or DSpark draft: rows of the target go in, blocks are drafted, as common/speculative.cpp does it."""
+
+    def __init__(self, draft: Path, target: TargetSession, n_ctx: int = 256, causal: bool = False):
+        super().__init__(draft, target, n_ctx)
+        native.lib().llama_set_causal_attn(self.handle, causal)
+
+    def inject(self, first: int, taps: np.ndarray) -> None:
+        """taps[n, T * H] at positions first ...; what the cache holds there is dropped."""
+        self.cut(first)
+        self._run(native.lib().llama_decode, None, taps, first)
+
+    def block(self, position: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Logits of all rows over the target's vocabulary, and what stands in place of a state: the confidence of a DSpark
+        draft, in every column."""
+        self.cut(position)
+        self._run(native.lib().llama_decode, tokens, None, position)
+        return self._logits(len(tokens)), self._read(None, len(tokens))

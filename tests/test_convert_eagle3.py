@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from localspec import eagle3_net
 from localspec.convert import eagle3 as converter
 from localspec.convert import parity
 from localspec.convert.draft import convert
 from localspec.convert.output import dequantised, partial
-from localspec.eagle3_net import Eagle3Net
+from localspec.draft_net import target_ids
 from localspec.errors import LocalspecError, ModelFileError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.llama_arch import FILE_TYPES
@@ -277,8 +278,7 @@ def test_the_gate_finds_a_lost_vocabulary(target: Path, tmp_path: Path, monkeypa
     right = convert(source, target, tmp_path / "right.gguf", "f16")
     found = parity.check(source, right.path, target)
     assert found.real > 0.2
-    ids = Eagle3Net._ids
-    monkeypatch.setattr(Eagle3Net, "_ids", lambda self, draft: np.roll(ids(self, draft), 1))
+    monkeypatch.setattr(eagle3_net, "target_ids", lambda draft, n_tokens: np.roll(target_ids(draft, n_tokens), 1))
     with pytest.raises(ModelFileError, match="would draft otherwise than"):
         parity.check(source, right.path, target)
 

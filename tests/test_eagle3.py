@@ -139,7 +139,7 @@ def test_slots_and_threads_do_not_show(target: Path, tmp_path: Path, monkeypatch
     """Eleven texts at once, more than the kernels take in a tile, by one thread and three: each drafts as it would alone."""
     head = eagle3_head(tmp_path / "head.gguf", target, ftype="q8_0")
     alone = Eagle3Net(GGUFFile.open(head), GGUFFile.open(target), 11)
-    monkeypatch.setattr("localspec.eagle3_net._BYTES_PER_THREAD", 1)
+    monkeypatch.setattr("localspec.draft_net._BYTES_PER_THREAD", 1)
     many = Eagle3Net(GGUFFile.open(head), GGUFFile.open(target), 11, n_threads=3)
     assert (alone.n_threads, many.n_threads) == (1, 3)
     lengths = [3 + 5 * i for i in range(11)]

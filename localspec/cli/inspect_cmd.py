@@ -19,17 +19,13 @@ from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
-from localspec.pairing import can_roll_back, check_pair, drafter_for
+from localspec.pairing import can_roll_back, check_pair, drafter_for, is_dspark, llama_spec_type
 from localspec.shipped import shipped_draft
 from localspec.speculator import SpeculatorConfig
 
 PROMPT = "Write a haiku about rain."
 RULE = "match"
 MIN_COLUMNS = 50  # where two columns would be too narrow to read, lines are left to the terminal
-# Our drafters, as `llama-server --spec-type` calls the same thing.
-LLAMA_SPEC_TYPES = {
-    "lm": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "mtp": "draft-mtp", "ngram": "ngram-simple",
-}  # fmt: skip
 
 #: what a draft's provenance may tell -> in words
 _TRAINED = (("data_tokens", "tokens of data"), ("tokens_seen", "seen"), ("steps", "steps"))
@@ -177,7 +173,7 @@ def inspect_files(
 def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
     remarks = _too_long(target, n_ctx)
     able, reason = can_roll_back(target)
-    alone = Pair("ngram", LLAMA_SPEC_TYPES["ngram"], (*remarks, "without a draft model, by looking back"), None)
+    alone = Pair("ngram", llama_spec_type("ngram", None), (*remarks, "without a draft model, by looking back"), None)
     if target.architecture in DRAFT_HEADS:
         head = "a draft head: it runs only beside the model it was made for (localspec inspect TARGET HEAD)"
         alone = Pair(None, None, (*remarks, head), None)
@@ -187,7 +183,7 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
         return alone
     try:
         check_pair(target, draft)
-        spec_type = LLAMA_SPEC_TYPES[DRAFT_HEADS.get(draft.architecture, "lm")] if able else None
+        spec_type = llama_spec_type(DRAFT_HEADS.get(draft.architecture, "lm"), draft) if able else None
     except PairingError as e:
         return replace(alone, error=str(e))
     try:
@@ -288,16 +284,32 @@ def _head_rows(file: GGUFFile) -> Rows:
     rows = [
         ("file", clip(str(file.path), 400)),
         ("name", clip(file.name)),
-        ("architecture", f"{file.architecture}, {head.n_layer} layer, hidden size {head.n_embd}, {head.n_head} heads"),
+        ("architecture", f"{file.architecture}, {_layers(head.n_layer)}, hidden size {head.n_embd}, {head.n_head} heads"),
         ("parameters", f"{_count(facts['n_params'])}, {_bytes(file.size)} as {facts['quantization']}"),
         ("made for", f"{made_for}hidden size {head.target.n_embd}, {n_vocab} tokens"),
         ("reads", "its states after " + ", ".join(map(str, head.taps)) + " layers" if head.taps else "its last states"),
         ("can say", f"{head.draft_vocab} of {n_vocab} tokens" if head.draft_vocab else "all tokens"),
-        ("sees", f"the last {head.window} positions" if head.window else "all positions"),
+        ("sees", _sight(file, head.window)),
     ]
+    if file.architecture == "dflash":
+        spark, sure = is_dspark(file), "conf_proj.weight" in file.tensors
+        heads = ", with DSpark's Markov head" * spark + " and confidence head" * sure
+        rows.append(("drafts", f"blocks of {file.arch('block_size', 16)} at once{heads}"))
     if head.depth > 1:
         rows.append(("trained", ", ".join([f"to draft {head.depth} in a row", *told])))
     return rows
+
+
+def _layers(n: int) -> str:
+    return "1 layer" if n == 1 else f"{n} layers"
+
+
+def _sight(file: GGUFFile, window: int) -> str:
+    if not window:
+        return "all positions"
+    windowed = windowed_layers(file) if file.architecture == "dflash" else [True]
+    where = "" if all(windowed) else f" in {sum(windowed)} of {_layers(len(windowed))}"
+    return f"the last {window} positions{where}"
 
 
 def _pair_rows(report: Report) -> Rows:

@@ -15,13 +15,14 @@ from localspec.drafters import Drafter, DrafterSettings, load, names, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
+from localspec.llama_arch import SPEC_TYPES
 from localspec.model import Model
 from localspec.pairing import drafter_for
 from localspec.shipped import shipped_draft
 from localspec.target import TargetSession
 
 #: llama.cpp's --spec-type -> our drafter of the same kind
-LLAMA_CPP_NAMES = {"draft-simple": "lm", "ngram-simple": "ngram", "draft-eagle3": "eagle3"}
+LLAMA_CPP_NAMES = {theirs: ours for ours, theirs in SPEC_TYPES.items()} | {"draft-dspark": "dflash", "dspark": "dflash"}
 
 
 def say(text: str) -> None:

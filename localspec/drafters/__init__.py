@@ -91,7 +91,7 @@ class DrafterSettings:
 
 def names() -> list[str]:
     """The drafters that exist."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
 def taps(name: str, target: GGUFFile, settings: DrafterSettings) -> tuple[int, ...]:

@@ -11,12 +11,6 @@ namespace {
 
 constexpr int kMost = Columns::kMost;
 
-int64_t share(int64_t n, int ith, int nth) { return n * ith / nth; }
-
-std::vector<float> copied(const float *p, int64_t n) {
-    return p == nullptr ? std::vector<float>() : std::vector<float>(p, p + n);
-}
-
 }  // namespace
 
 struct Eagle3::Scratch {
@@ -58,13 +52,9 @@ Eagle3::Eagle3(const Shape &s, const Weights &w, const Kernels *kernels, int n_s
       norm_state_(copied(w.norm_state, s.n_embd)),
       norm_ffn_(copied(w.norm_ffn, s.n_embd)),
       norm_output_(copied(w.norm_output, s.n_embd)),
+      rope_(s.n_rot, s.rope_base, w.rope_factors),
       slots_(size_t(n_slots)),
       team_(n_threads) {
-    frequencies_.resize(size_t(s.n_rot / 2));
-    for (int64_t j = 0; j < s.n_rot / 2; j++) {
-        const float factor = w.rope_factors != nullptr ? w.rope_factors[j] : 1.0f;
-        frequencies_[size_t(j)] = std::pow(s.rope_base, -2.0f * float(j) / float(s.n_rot)) / factor;
-    }
     const int64_t q_rows = s.n_head * s.head_size, kv_rows = s.n_head_kv * s.head_size;
     const int64_t longest = std::max({s.n_in, 2 * s.n_embd, s.n_ff, q_rows});
     for (int i = 0; i < team_.size(); i++) scratch_.push_back(std::make_unique<Scratch>(s, longest));
@@ -79,42 +69,6 @@ Eagle3::Eagle3(const Shape &s, const Weights &w, const Kernels *kernels, int n_s
 }
 
 Eagle3::~Eagle3() = default;
-
-void Eagle3::make_room(Slot &slot, int64_t positions) {
-    if (positions <= slot.room) return;
-    const int64_t room = std::max((positions + 255) / 256 * 256, 2 * slot.room), per_head = room * shape_.head_size;
-    std::vector<float> keys(size_t(per_head * shape_.n_head_kv)), values(keys.size());
-    const auto old = static_cast<size_t>(slot.room * shape_.head_size);
-    for (int64_t h = 0; h < shape_.n_head_kv && old; h++) {
-        std::memcpy(&keys[size_t(h * per_head)], &slot.keys[size_t(h) * old], 4 * old);
-        std::memcpy(&values[size_t(h * per_head)], &slot.values[size_t(h) * old], 4 * old);
-    }
-    slot.keys.swap(keys);
-    slot.values.swap(values);
-    slot.room = room;
-}
-
-void Eagle3::embed(int32_t token, float *out) const {
-    const uint8_t *const row = embedding_.data + static_cast<size_t>(token) * embedding_.row_bytes;
-    if (embedding_.type == kF32) std::memcpy(out, row, static_cast<size_t>(shape_.n_embd) * 4);
-    else embedding_.to_float(row, out, shape_.n_embd);
-}
-
-void Eagle3::angles(int64_t position, float *cosines, float *sines) const {
-    for (size_t j = 0; j < frequencies_.size(); j++) {
-        const float a = static_cast<float>(position) * frequencies_[j];
-        cosines[j] = std::cos(a);
-        sines[j] = std::sin(a);
-    }
-}
-
-void Eagle3::put(Slot &slot, int64_t head, int64_t position, const float *key, const float *value) {
-    const int64_t size = shape_.head_size;
-    float *const keys = &slot.keys[size_t(head * slot.room * size)];
-    float *const to = keys + position / kKeyBlock * size * kKeyBlock + position % kKeyBlock;
-    for (int64_t d = 0; d < size; d++) to[d * kKeyBlock] = key[d];
-    std::memcpy(&slot.values[size_t((head * slot.room + position) * size)], value, static_cast<size_t>(size) * 4);
-}
 
 void Eagle3::fuse(const float *taps, int64_t n, float *g) {
     const int64_t tiles = (n + kMost - 1) / kMost;
@@ -145,7 +99,8 @@ void Eagle3::fuse(const float *taps, int64_t n, float *g) {
 
 void Eagle3::extend(int slot, int64_t first, const int32_t *tokens, const float *g, int64_t n) {
     if (n <= 0) return;
-    make_room(slots_[size_t(slot)], first + n);
+    KeyValues &cache = slots_[size_t(slot)];
+    cache.make_room(first + n, shape_.n_head_kv, shape_.head_size);
     const int64_t e = shape_.n_embd, size = shape_.head_size, kv = shape_.n_head_kv * size, tiles = (n + kMost - 1) / kMost;
     team_.run([&](int ith) {
         Scratch &mine = *scratch_[size_t(ith)];
@@ -156,7 +111,7 @@ void Eagle3::extend(int slot, int64_t first, const int32_t *tokens, const float 
             for (int c = 0; c < nc; c++) {
                 const int64_t i = t * kMost + c;
                 float *const joined = &mine.joined[size_t(c * 2 * e)];
-                embed(tokens[i], mine.residual.data());
+                embedding_.row(tokens[i], mine.residual.data());
                 rms_norm(mine.residual.data(), norm_embedding_.data(), e, shape_.eps, joined);
                 rms_norm(g + i * e, norm_state_.data(), e, shape_.eps, joined + e);
                 in[c] = joined;
@@ -168,10 +123,10 @@ void Eagle3::extend(int slot, int64_t first, const int32_t *tokens, const float 
             v_.multiply(*kernels_, mine.columns, 0, v_.groups(), values);
             for (int c = 0; c < nc; c++) {
                 const int64_t position = first + t * kMost + c;
-                angles(position, mine.cosines.data(), mine.sines.data());
+                rope_.angles(position, mine.cosines.data(), mine.sines.data());
                 for (int64_t h = 0; h < shape_.n_head_kv; h++) {
                     rotate(keys[c] + h * size, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
-                    put(slots_[size_t(slot)], h, position, keys[c] + h * size, values[c] + h * size);
+                    cache.put(h, position, keys[c] + h * size, values[c] + h * size);
                 }
             }
         }
@@ -196,7 +151,7 @@ void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *position
 
     for (int c = 0; c < m; c++) {
         float *const joined = &mine.joined[size_t(c * 2 * e)], *const residual = &mine.residual[size_t(c * e)];
-        embed(tokens[c], residual);
+        embedding_.row(tokens[c], residual);
         rms_norm(residual, norm_embedding_.data(), e, shape_.eps, joined);
         rms_norm(g[c], norm_state_.data(), e, shape_.eps, joined + e);
         std::memcpy(residual, shape_.norm_before_residual ? joined + e : g[c], size_t(e) * 4);
@@ -217,20 +172,20 @@ void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *position
         const int c = static_cast<int>(item / shape_.n_head_kv);
         const int64_t h = item % shape_.n_head_kv, position = positions[c], last = position + 1;
         const int64_t first = shape_.window > 0 ? std::max<int64_t>(0, last - shape_.window) : 0;
-        Slot &slot = slots_[size_t(slots[c])];
+        KeyValues &cache = slots_[size_t(slots[c])];
         float *const q = &qkv_[size_t(c * stride + h * per_group * size)];
         float *const key = &qkv_[size_t(c * stride + q_rows + h * size)];
-        angles(position, mine.cosines.data(), mine.sines.data());
+        rope_.angles(position, mine.cosines.data(), mine.sines.data());
         for (int64_t i = 0; i < per_group; i++) rotate(q + i * size, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
         rotate(key, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
-        put(slot, h, position, key, key + kv);
+        cache.put(h, position, key, key + kv);
         const int64_t row = (last - first + 2 * kKeyBlock + 15) / 16 * 16;
         if (mine.weights.size() < size_t(per_group * row)) mine.weights.resize(size_t(per_group * row));
-        const float *const keys = &slot.keys[size_t(h * slot.room * size)];
-        const float *const values = &slot.values[size_t((h * slot.room + first) * size)];
-        scores(q, per_group, size, keys, first, last, 1.0f / std::sqrt(static_cast<float>(size)), mine.weights.data(), row);
+        const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+        scores(q, per_group, size, cache.keys(h), first, last, scale, mine.weights.data(), row);
         for (int64_t i = 0; i < per_group; i++) softmax(&mine.weights[size_t(i * row)], last - first);
-        weigh(mine.weights.data(), row, per_group, values, last - first, size, &mixed_[size_t(c * q_rows + h * per_group * size)]);
+        weigh(mine.weights.data(), row, per_group, cache.values(h, first), last - first, size,
+              &mixed_[size_t(c * q_rows + h * per_group * size)]);
     }
     team_.meet();
 
@@ -282,7 +237,7 @@ void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *position
 
 void Eagle3::step(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, float *states,
                   float *logits) {
-    for (int i = 0; i < m; i++) make_room(slots_[size_t(slots[i])], positions[i] + 1);
+    for (int i = 0; i < m; i++) slots_[size_t(slots[i])].make_room(positions[i] + 1, shape_.n_head_kv, shape_.head_size);
     for (int at = 0; at < m; at += kMost) {
         const int nc = std::min(kMost, m - at);
         team_.run([&](int ith) {
@@ -307,7 +262,7 @@ void Eagle3::greedy(int m, const int32_t *slots, const int32_t *positions, const
     logits_.resize(size_t(kMost * n_vocab));
     for (int i = 0; i < m; i++) {
         counts[i] = 0;
-        make_room(slots_[size_t(slots[i])], positions[i] + std::max(1, ks[i]));
+        slots_[size_t(slots[i])].make_room(positions[i] + std::max(1, ks[i]), shape_.n_head_kv, shape_.head_size);
     }
     for (int at = 0; at < m; at += kMost) {
         const int nc = std::min(kMost, m - at);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "cache.h"
 #include "matrix.h"
 #include "team.h"
 
@@ -59,16 +60,8 @@ class Eagle3 {
                 int k_most, float p_min, const int32_t *ids, int32_t *out, float *probs, int32_t *counts);
 
    private:
-    struct Slot {
-        std::vector<float> keys, values;  // per KV head: blocks of keys, rows of values (vector_math.h)
-        int64_t room = 0;                 // positions
-    };
     struct Scratch;  // of one thread
 
-    void make_room(Slot &slot, int64_t positions);
-    void embed(int32_t token, float *out) const;
-    void angles(int64_t position, float *cosines, float *sines) const;
-    void put(Slot &slot, int64_t head, int64_t position, const float *key, const float *value);
     void layer(int ith, int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *const *g,
                float *const *states);
 
@@ -76,8 +69,9 @@ class Eagle3 {
     const Kernels *kernels_;
     Matrix fc_, q_, k_, v_, o_, gate_, up_, down_, head_;
     Stored embedding_;
-    std::vector<float> norm_taps_, norm_embedding_, norm_state_, norm_ffn_, norm_output_, frequencies_;
-    std::vector<Slot> slots_;
+    std::vector<float> norm_taps_, norm_embedding_, norm_state_, norm_ffn_, norm_output_;
+    Rope rope_;
+    std::vector<KeyValues> slots_;
     Team team_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
     // What the threads of a step share, for up to 8 columns.

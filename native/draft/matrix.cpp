@@ -14,6 +14,12 @@ Bytes aligned_bytes(size_t n) {
     return Bytes(p);
 }
 
+void Stored::row(int64_t i, float *out) const {
+    const uint8_t *const from = data + static_cast<size_t>(i) * row_bytes;
+    if (type == kF32) std::memcpy(out, from, static_cast<size_t>(k) * 4);
+    else to_float(from, out, k);
+}
+
 Columns::Columns(int64_t longest) : longest_(longest) {}
 
 void Columns::set(const float *const *columns, int nc, int64_t k) {

@@ -20,7 +20,14 @@ struct Stored {
     size_t row_bytes = 0;
     const uint8_t *data = nullptr;
     ToFloat to_float = nullptr;  // absent only for F32
+
+    // Row i as k floats.
+    void row(int64_t i, float *out) const;
 };
+
+inline std::vector<float> copied(const float *p, int64_t n) {
+    return p == nullptr ? std::vector<float>() : std::vector<float>(p, p + n);
+}
 
 struct FreeBytes {
     void operator()(uint8_t *p) const { std::free(p); }

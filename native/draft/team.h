@@ -13,6 +13,9 @@
 
 namespace ls::draft {
 
+// Where the share of thread `ith` of n things begins; it ends where the next one's begins.
+inline int64_t share(int64_t n, int ith, int nth) { return n * ith / nth; }
+
 class Team {
    public:
     explicit Team(int n);  // n >= 1, the caller included; makes do with fewer where no more threads can be had

@@ -95,6 +95,26 @@ LS_CLONES void rotate(float *x, const float *cosines, const float *sines, int64_
     }
 }
 
+LS_CLONES void rotate_halves(float *x, const float *cosines, const float *sines, int64_t size) {
+    float *const y = x + size / 2;
+    for (int64_t j = 0; j < size / 2; j++) {
+        const float a = x[j], b = y[j];
+        x[j] = a * cosines[j] - b * sines[j];
+        y[j] = a * sines[j] + b * cosines[j];
+    }
+}
+
+LS_CLONES float dot(const float *a, const float *b, int64_t n) {
+    float lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int64_t l = 0; l < kLanes; l++) lanes[l] += a[i + l] * b[i + l];
+    float sum = 0;
+    for (; i < n; i++) sum += a[i] * b[i];
+    for (float lane : lanes) sum += lane;
+    return sum;
+}
+
 LS_CLONES void scores(const float *q, int64_t heads, int64_t size, const float *keys, int64_t first, int64_t last, float scale,
                       float *out, int64_t stride) {
     const int64_t b0 = first / kKeyBlock, b1 = (last + kKeyBlock - 1) / kKeyBlock, skip = first % kKeyBlock;

@@ -24,6 +24,12 @@ float sum_exp(const float *x, int64_t n, float top);
 // Rotates neighbours (NORM): pair j of `size` values by angles whose cosines and sines are given, size/2 each.
 void rotate(float *x, const float *cosines, const float *sines, int64_t size);
 
+// The same for halves (NEOX): value j of the first half and value j of the second.
+void rotate_halves(float *x, const float *cosines, const float *sines, int64_t size);
+
+// sum of a[i] * b[i]
+float dot(const float *a, const float *b, int64_t n);
+
 // One KV head. Keys lie in blocks of kKeyBlock positions, [block][size][kKeyBlock]; values as [position][size].
 constexpr int64_t kKeyBlock = 16;
 

@@ -1,0 +1,238 @@
+"""What drafters share that read the target's hidden states: following a text, and drawing tokens from a draft's rows.
+
+A row of the target is what its taps said at one token. `commit` runs after acceptance, so a drafter sees every row that
+counts and none that does not: nothing has to be taken back but what was drafted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.accept import Draft, draw
+from localspec.draft_net import F32, I32
+from localspec.drafters import DrafterSettings, Sequence
+from localspec.errors import LocalspecError, PairingError, UsageError
+from localspec.gguf_file import GGUFFile, require_model
+from localspec.pairing import check_pair
+from localspec.speculator import SpeculatorConfig
+from localspec.target import Rows, TargetSession
+
+
+class Known:
+    """What was read of the text in one slot: `tokens` are those of its rows and the one behind the last of them."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the target, from the first on, that have been read."""
+        return max(0, len(self.tokens) - 1)
+
+    def cut(self, n_rows: int) -> None:
+        """Forget all but the first rows."""
+        if n_rows < self.n_rows:
+            del self.tokens[n_rows + 1 :]
+
+
+KnownT = TypeVar("KnownT", bound=Known)
+
+
+class Chain(Protocol):
+    """Sampled drafts under way: for each of m texts its next place. `logits` f32[m, Vd]; `sure` f32[m], how likely a token
+    there is to be kept, where the draft has a head for that."""
+
+    logits: F32
+    sure: F32 | None
+
+    def go_on(self, rows: list[int], tokens: I32) -> None:
+        """Keep these rows alone, whose texts go on with these tokens i32[len(rows)]."""
+
+
+class TapDrafter(ABC, Generic[KnownT]):
+    """Follows texts by their rows. `_order` brings the session's taps, which ascend, into the order in which the draft
+    reads them; None where that is the same."""
+
+    name: str
+    #: tokens behind a row that it depends on, 0 or 1
+    behind: int
+
+    def __init__(
+        self, config: SpeculatorConfig, ids: I32, known: list[KnownT], target: TargetSession, settings: DrafterSettings
+    ):
+        """`ids` i32[Vd]: the target's ids of what the draft can say."""
+        self.rule, self.p_min = settings.rule, settings.p_min
+        self._ids, self._n_vocab = ids, target.model.n_vocab
+        taps = target.settings.taps
+        if set(taps) != set(config.taps):
+            raise LocalspecError(f"the session reads the taps {list(taps)}, the draft {list(config.taps)}")
+        order = [sorted(taps).index(tap) for tap in config.taps]
+        self._order = None if order == sorted(order) else np.array(order)
+        self._slots = known
+        self._row: F32 | None = None
+
+    # -- following the text --------------------------------------------------------------------------------------------
+
+    def keep(self, seq: Sequence) -> int:
+        known = self._slots[seq.slot]
+        common = 0
+        for ours, theirs in zip(known.tokens, seq.tokens):
+            if ours != theirs:
+                break
+            common += 1
+        known.cut(max(0, min(common - self.behind, len(seq.tokens) - 1 - self.behind)))
+        return known.n_rows
+
+    def read(self, seq: Sequence, first: int, taps: F32) -> None:
+        self._add(self._slots[seq.slot], seq, first, taps)
+
+    def begin(self, seq: Sequence) -> None:
+        known = self._slots[seq.slot]
+        known.cut(len(seq.tokens) - 1)
+        # Where rows that were kept are all there are, nothing was read, and the token behind them may be another one.
+        known.tokens[known.n_rows :] = seq.tokens[known.n_rows : known.n_rows + 1]
+
+    def commit(self, seq: Sequence, rows: Rows) -> None:
+        if rows.taps is None:
+            raise LocalspecError(f"a draft of the kind {self.name} needs a session that reads its taps")
+        self._add(self._slots[seq.slot], seq, len(seq.tokens) - 1 - len(rows.taps), rows.taps)
+
+    def rewind(self, seq: Sequence, n_keep: int) -> None:
+        self._slots[seq.slot].cut(max(0, n_keep - 1))
+
+    def _add(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:
+        """Rows `first` ... of the target, each followed by its token in `seq.tokens`."""
+        n = len(taps)
+        known.cut(first)
+        if first != known.n_rows or first + n >= len(seq.tokens):
+            raise LocalspecError(f"rows {first} to {first + n} of {len(seq.tokens)} tokens; {known.n_rows} were read so far")
+        self._take(known, seq, first, taps if self._order is None else taps[:, self._order])
+        known.tokens[first:] = seq.tokens[first : first + n + 1]
+
+    @abstractmethod
+    def _take(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:
+        """New rows f32[n, T, H] at positions first ... ."""
+
+    # -- drafting ------------------------------------------------------------------------------------------------------
+
+    def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
+        drafts = [Draft.empty() for _ in seqs]
+        wanted = [self._most(k) for k in ks]
+        ready = [i for i, (seq, k) in enumerate(zip(seqs, wanted)) if k > 0 and self._is_ready(seq)]
+        plain = [i for i in ready if seqs[i].sampling.greedy and not seqs[i].sampling.needs_history]
+        if plain:
+            tokens, sure, counts = self._greedy([seqs[i] for i in plain], np.array([wanted[i] for i in plain], np.int32))
+            for row, i in enumerate(plain):
+                drafts[i] = Draft(tokens[row, : counts[row]], sure[row, : counts[row]])
+        sampled = [i for i in ready if i not in plain]
+        if sampled:
+            self._sampled(seqs, wanted, sampled, drafts)
+        return drafts
+
+    def _most(self, k: int) -> int:
+        """How many tokens are drafted where k are wanted."""
+        return k
+
+    @abstractmethod
+    def _is_ready(self, seq: Sequence) -> bool:
+        """Whether everything is known that a draft for this text begins from."""
+
+    @abstractmethod
+    def _greedy(self, seqs: list[Sequence], ks: I32) -> tuple[I32, F32, I32]:
+        """Target ids i32[m, k], confidences f32[m, k] and how many of them count i32[m]."""
+
+    @abstractmethod
+    def _chain(self, seqs: list[Sequence], ks: I32) -> Chain:
+        """The first place of each draft."""
+
+    def _sampled(self, seqs: Seq[Sequence], ks: Seq[int], which: list[int], drafts: list[Draft]) -> None:
+        """With the target's settings and, under `match`, its noise, which goes by the target's ids."""
+        said: dict[int, list[int]] = {i: [] for i in which}
+        probs: dict[int, list[float]] = {i: [] for i in which}
+        dists: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i in which}
+        with_q = self.rule == "reject"
+        left = which
+        chain = self._chain([seqs[i] for i in which], np.array([ks[i] for i in which], np.int32))
+        while left:
+            drawn = draw(
+                self._spread(chain.logits),
+                [seqs[i].key for i in left],
+                [len(seqs[i].tokens) + len(said[i]) for i in left],
+                [seqs[i].sampling for i in left],
+                [_history(seqs[i], said[i]) for i in left],
+                rule=self.rule,
+                with_q=with_q,
+            )
+            sure = drawn.probs if chain.sure is None else chain.sure
+            on: list[int] = []
+            for row, i in enumerate(left):
+                prob = float(sure[row])
+                unsure = prob < self.p_min
+                # Under `reject` a token must be judged once it is drawn: dropping it for its own low probability would
+                # skew what the target samples in its place.
+                if unsure and not with_q:
+                    continue
+                said[i].append(int(drawn.tokens[row]))
+                probs[i].append(prob)
+                if with_q and drawn.q_starts is not None and drawn.q_ids is not None and drawn.q_probs is not None:
+                    a, b = drawn.q_starts[row], drawn.q_starts[row + 1]
+                    dists[i].append((drawn.q_ids[a:b], drawn.q_probs[a:b]))
+                if len(said[i]) < ks[i] and not unsure:
+                    on.append(row)
+            left = [left[row] for row in on]
+            if left:
+                chain.go_on(on, drawn.tokens[on])
+        for i in which:
+            drafts[i] = _draft(said[i], probs[i], dists[i])
+
+    def _spread(self, logits: F32) -> F32:
+        """Logits over the draft's vocabulary as rows over the target's: what the draft can't say is impossible."""
+        m = len(logits)
+        if self._row is None or len(self._row) < m:
+            self._row = np.full((max(m, len(self._slots)), self._n_vocab), -np.inf, np.float32)
+        self._row[:m, self._ids] = logits
+        return self._row[:m]
+
+
+_NO_HISTORY = np.zeros(0, np.int32)
+
+
+def _history(seq: Sequence, drafted: list[int]) -> npt.NDArray[np.int32]:
+    if not seq.sampling.needs_history:
+        return _NO_HISTORY
+    n = seq.sampling.penalty_last_n
+    recent = seq.tokens + drafted if n < 0 else seq.tokens[-n:] + drafted
+    return np.array(recent, np.int32)
+
+
+def _draft(tokens: list[int], probs: list[float], dists: list[tuple[np.ndarray, np.ndarray]]) -> Draft:
+    draft = Draft(np.array(tokens, np.int32), np.array(probs, np.float32))
+    if dists:
+        draft.q_ids = np.concatenate([ids for ids, _ in dists])
+        draft.q_probs = np.concatenate([p for _, p in dists])
+        draft.q_starts = np.cumsum([0, *(len(ids) for ids, _ in dists)]).astype(np.int32)
+    return draft
+
+
+def open_draft(settings: DrafterSettings, architecture: str, title: str) -> GGUFFile:
+    """The draft's file. Raises UsageError where none is named, PairingError for one of another kind."""
+    if settings.draft_path is None:
+        raise UsageError(f"--spec-type {architecture} needs a draft: give --draft FILE")
+    draft = GGUFFile.open(settings.draft_path, "draft")
+    require_model(draft, "draft")
+    if draft.architecture != architecture:
+        raise PairingError(f"{settings.draft_path} is a {draft.architecture} model, no {title} draft: use --spec-type auto")
+    return draft
+
+
+def taps_of(target: GGUFFile, draft: GGUFFile) -> tuple[int, ...]:
+    """The taps that a session must read for this draft. Raises PairingError where the two don't fit."""
+    check_pair(target, draft)
+    return SpeculatorConfig.from_gguf(draft).taps
