@@ -23,7 +23,7 @@ ROWS = 96  # of a group, about
 
 @dataclass(frozen=True)
 class Group:
-    """Blocks `first` to `last` (not included) of those laid out, all of `size` rows, in the sample that begins at `sample`."""
+    """Blocks [first, last) of those laid out, all of `size` rows, in the sample that begins at `sample`."""
 
     first: int
     last: int
@@ -146,7 +146,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def block_attention(todo: list[Work], q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """Attention output [R, heads, d] of the rows `q` [R, heads, d] over the known positions' `k`, `v` [N, kv heads, d] and the
-    rows' own `own_k`, `own_v` [R, kv heads, d], as `todo` (of `work`) allows."""
+    """Attention output [R, heads, d] of the rows `q` [R, heads, d] over the known positions' `k`, `v` [N, kv heads, d] and
+    the rows' own `own_k`, `own_v` [R, kv heads, d], as `todo` (of `work`) allows."""
     result: Tensor = _BlockAttention.apply(todo, q, k, v, own_k, own_v)
     return result

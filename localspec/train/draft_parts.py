@@ -1,8 +1,8 @@
 """What drafts that read the target's taps have in common: how they begin, what they hold of the target, how they are kept.
 
 Such a draft has `fc`, which fuses the taps, and `head` over a vocabulary that may be reduced. It holds the target's
-embedding, one scale for each dimension of the taps, and which tokens its vocabulary is. At export the scales go into fc, and the
-rest gets the names of vLLM's speculators.
+embedding, one scale for each dimension of the taps, and which tokens its vocabulary is. At export the scales go into fc,
+and the rest gets the names of vLLM's speculators.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def rotate(x: Tensor, by: Turn) -> Tensor:
 
 
 def base_shape(target: TargetWeights, method: str, taps: tuple[int, ...], **own: Any) -> SpeculatorConfig:
-    """A draft's config with the target's widths and heads. In `own`, `n_ff` 0 means the target's, `draft_vocab` 0 all tokens."""
+    """A draft's config with the target's widths and heads. `n_ff` 0 is the target's, `draft_vocab` 0 all tokens."""
     identity, gguf = target.identity, target.gguf
     n_head, n_kv = target.layer_int("attention.head_count", 1), target.layer_int("attention.head_count_kv", 1)
     size = min(own.pop("draft_vocab") or identity.n_vocab, identity.n_vocab)

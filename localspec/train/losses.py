@@ -21,8 +21,8 @@ Weigh = Callable[[slice, Tensor], Tensor]
 
 
 class HeadLoss(NamedTuple):
-    """`loss`: the sum over rows. `right` bool[R]: the draft's likeliest token is `wanted`. `each` f32[R]: the rows' losses, not
-    weighted, without gradients."""
+    """`loss`: the sum over rows. `right` bool[R]: the draft's likeliest token is `wanted`. `each` f32[R]: the rows' losses,
+    not weighted, without gradients."""
 
     loss: Tensor
     right: Tensor

@@ -17,7 +17,6 @@ What is drawn is a function of the batch, so that a resumed run sees the same; e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -56,7 +55,8 @@ class Settings:
                            "how sure the draft is up to there (D-PACE); even: all the same.",
                            ("decay", "dpace", "even"))  # fmt: skip
     gamma: float = setting(4.0, "Places over which the weight falls to 1/e.", at_least=1e-3)
-    dpace_alpha: float = setting(0.5, "Least factor by which D-PACE's weight falls from place to place.", at_least=0, at_most=1)
+    dpace_alpha: float = setting(0.5, "Least factor by which D-PACE's weight falls from place to place.",
+                                 at_least=0, at_most=1)  # fmt: skip
     draft_vocab: int = setting(8192, "Tokens that the draft can say, the most frequent ones; 0: all.", at_least=0)
     n_ff: int = setting(0, "Width of the feed-forward layers; 0: the target's.", at_least=0)
     window: int = setting(1024, "Positions that its attention sees; 0: all.", at_least=0)
@@ -95,8 +95,8 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Low:
-    """The matrices in the type that products are made in, cast once for a pass: by layer q, k and v in one, o, gate and up in
-    one, and down; and the head."""
+    """The matrices in the type that products are made in, cast once for a pass: by layer q, k and v in one, o, gate and up
+    in one, and down; and the head."""
 
     fc: Tensor
     layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -105,8 +105,8 @@ class Low:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks laid out row by row, i64[R] each: `block` its number, `slot` its place in that, `place` in the batch (it may lie
-    behind the sample's end). `anchors` i64[A], and `cut`, the groups in which they are worked on."""
+    """Blocks laid out row by row, i64[R] each: `block` its number, `slot` its place in that, `place` in the batch (it may
+    lie behind the sample's end). `anchors` i64[A], and `cut`, the groups in which they are worked on."""
 
     anchors: npt.NDArray[np.int64]
     cut: list[block_attention.Group]
@@ -174,7 +174,12 @@ class Model(TapDraft):
     def new(cls, settings: Settings, target: TargetWeights, facts: DataFacts, seed: int) -> Self:
         model = cls(cls.shape_of(settings, target, facts.taps), settings)
         halved = [f"layers.{i}.{name}" for i in range(settings.layers) for name in ("o", "down")]
-        model.begin(model.initialise(target, facts, seed, halved))
+        random = model.initialise(target, facts, seed, halved)
+        mask = model.embedding[model.mask_token].float()
+        if settings.train_head:  # nearly all rows begin as the mask: what it alone would say is a loss of 4 more, and no use
+            with torch.no_grad():
+                model.head.sub_(torch.outer(model.head @ mask, mask) / (mask @ mask).clamp(min=1e-12))
+        model.begin(random)
         if not bool(model.embedding[model.mask_token].any()):
             raise TrainError(f"the token {model.mask_token} has an embedding of zeros and can't be the mask: give another "
                              "--mask-token")  # fmt: skip
@@ -185,8 +190,9 @@ class Model(TapDraft):
 
     def names(self) -> dict[str, str]:
         outer = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight", "norm": "norm.weight", "head": "lm_head.weight"}
-        layers = {f"layers.{i}.{n}": f"layers.{i}.{name}.weight" for i in range(len(self.layers)) for n, name in _LAYER.items()}
-        return outer | layers
+        for i in range(len(self.layers)):
+            outer |= {f"layers.{i}.{n}": f"layers.{i}.{name}.weight" for n, name in _LAYER.items()}
+        return outer
 
     def matrices(self) -> list[str]:
         inner = (*"qkvo", "gate", "up", "down")
@@ -200,9 +206,12 @@ class Model(TapDraft):
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    def _layers(self) -> list[Layer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
     def _low(self, dtype: torch.dtype) -> Low:
         made = []
-        for layer in self.layers:
+        for layer in self._layers():
             pairs = ((layer.q, layer.k, layer.v), (layer.o,), (layer.gate, layer.up), (layer.down,))
             qkv, o, up, down = (torch.cat([w.to(dtype) for w in pair]) for pair in pairs)
             made.append((qkv, o, up, down))
@@ -217,7 +226,7 @@ class Model(TapDraft):
         fused = self.norm_of(F.linear(batch.taps.to(low.fc.dtype), low.fc), self.hidden_norm)
         by = turn(torch.from_numpy(positions(batch)).to(fused.device), s.head_dim, s.rope_base, fused.dtype)
         found = []
-        for layer, (qkv, *_) in zip(self.layers, low.layers):
+        for layer, (qkv, *_) in zip(self._layers(), low.layers):
             kv = F.linear(fused, qkv[s.n_head * s.head_dim :]).view(len(fused), 2 * s.n_head_kv, s.head_dim)
             k, v = kv.split(s.n_head_kv, 1)
             found.append((rotate(self.norm_of(k, layer.k_norm), by), v))
@@ -236,7 +245,7 @@ class Model(TapDraft):
         by = turn(torch.from_numpy(at).to(device), s.head_dim, s.rope_base, x.dtype)
         works = {w: block_attention.work(blocks.cut, blocks.anchors, w, device) for w in set(self.windows)}
         index = torch.from_numpy(kept).to(device)
-        for i, (layer, (qkv, o, up, down)) in enumerate(zip(self.layers, low.layers)):
+        for i, (layer, (qkv, o, up, down)) in enumerate(zip(self._layers(), low.layers)):
             heads = F.linear(self.norm_of(x, layer.input_norm), qkv).view(len(x), -1, s.head_dim)
             q, k, v = heads.split([s.n_head, s.n_head_kv, s.n_head_kv], 1)
             q, k = rotate(self.norm_of(q, layer.q_norm), by), rotate(self.norm_of(k, layer.k_norm), by)
@@ -340,7 +349,7 @@ class Model(TapDraft):
         if s.window:
             kinds = ["sliding_attention" if w else "full_attention" for w in self.windows]
             layer |= {"use_sliding_window": True, "sliding_window": s.window, "layer_types": kinds}
-        own = {
+        own: dict[str, Any] = {
             "aux_hidden_state_layer_ids": list(s.taps), "block_size": s.extra["block_size"],
             "mask_token_id": self.mask_token, "sample_from_anchor": self.FIRST == 0, "sliding_window_non_causal": True,
         }  # fmt: skip
@@ -348,14 +357,15 @@ class Model(TapDraft):
         name = f"{self.TITLE}Speculator"
         return self.tensors(), draft_parts.speculators_config(s, self.settings.verifier, name, layer, more)
 
-    def own_config(self) -> Mapping[str, Any]:
+    def own_config(self) -> dict[str, Any]:
         """What a subclass adds to config.json."""
         return {}
 
 
 def mask_token(target: TargetWeights, wanted: int = -1) -> int:
     """The token that stands for one to be found: the `wanted` one; or the target's own mask; or one that no text uses, which
-    is an unused token, or the last control token without a task; or the padding. Raises TrainError for one that isn't there."""
+    is an unused token, or the last control token without a task; or the padding. Raises TrainError for one that isn't
+    there."""
     info = target.gguf.tokenizer
     n_vocab = target.identity.n_vocab
     if wanted >= n_vocab:
@@ -385,7 +395,7 @@ def _numbers(text: str, n_layer: int) -> list[int]:
 
 
 def _turn_ends(batch: Batch) -> npt.NDArray[np.int64]:
-    """i64[N + 1]: where the run of tokens that the assistant said ends, for each token of one; elsewhere the token itself."""
+    """i64[N + 1]: for each token that the assistant said, where the run of such tokens ends; else the token's own place."""
     n = batch.n_tokens
     breaks = ~np.append(batch.mask, False)
     ends = np.where(breaks, np.arange(n + 1), n + 1)

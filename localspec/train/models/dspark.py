@@ -1,20 +1,19 @@
 """DSpark (DeepSeek-AI, DeepSpec, 2026) as llama.cpp runs it: DFlash with two heads on top.
 
 Here every row of a block predicts, the anchor's own the token behind it: a block of n rows drafts n tokens. With a block of
-three whose anchor is t5, row 0 (t5) predicts t6, row 1 (mask) t7, row 2 (mask) t8. Then, with h_i the states behind the last norm:
+three whose anchor is t5, row 0 (t5) predicts t6, row 1 (mask) t7, row 2 (mask) t8. With h_i the states behind the last norm:
 
     logits_i     = head h_i + W2 W1[x_i]            x_i: the token drafted (or known) before the one that row i predicts
     confidence_i = sigmoid(c . [h_i; W1[x_i]] + b)  whether it will be kept if those before it are
 
-The Markov head (W1 [V, r], W2 [Vd, r], of low rank r) gives back what rows can't know when all are made at once: which token
-the one before has become. It is trained on the text's own tokens before, and at run time the rows are read one after another.
-The confidence head is trained on the rows whose block is right so far, on whether the draft's first choice is the text's token;
+The Markov head (W1 [V, r], W2 [Vd, r], of low rank r) gives back what rows can't know when all are made at once: which
+token the one before has become. It is trained on the text's own tokens, and at run time the rows are read one by one. The
+confidence head is trained on the rows whose block is right so far, on whether the draft's first choice is the text's token;
 nothing before it learns from that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,7 +72,7 @@ class Model(dflash.Model):
     def said_by_rows(self) -> tuple[str, ...]:
         return (*super().said_by_rows(), "w2")
 
-    def own_config(self) -> Mapping[str, Any]:
+    def own_config(self) -> dict[str, Any]:
         on = self.settings.confidence > 0
         return {"markov_rank": self.settings.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": on,
                 "confidence_head_with_markov": on}  # fmt: skip
