@@ -9,8 +9,9 @@ import localspec.train  # noqa: F401 (before torch: it sets how OpenMP waits)
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install localspec[train]")
 
-from localspec.train import attention  # noqa: E402
+from localspec.train import attention, block_attention  # noqa: E402
 from localspec.train.attention import blocks, chain_attention  # noqa: E402
+from localspec.train.block_attention import groups, work  # noqa: E402
 from localspec.train.losses import best_tokens, head_loss  # noqa: E402
 
 
@@ -54,6 +55,42 @@ def test_chain_attention_is_plain_attention(window: int, n_chain: int, monkeypat
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [[4], [2, 3, 5]])
+@pytest.mark.parametrize("window", [0, 6, 9])
+def test_block_attention_is_plain_attention(sizes: list[int], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention, "ROWS", 11)
+    torch.manual_seed(0)
+    starts, anchors = np.array([0, 23, 24, 60]), np.array([1, 2, 5, 9, 10, 11, 20, 22, 25, 30, 31, 40, 57, 59])
+    cut = groups(anchors, starts, sizes, np.random.default_rng(0))
+    size_of = np.concatenate([[g.size] * (g.last - g.first) for g in cut])
+    assert set(size_of) == set(sizes)
+    n_rows = int(size_of.sum())
+
+    def tensor(*shape: int):  # type: ignore[no-untyped-def]
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    q, k, v = tensor(n_rows, 4, 6), tensor(60, 2, 6), tensor(60, 2, 6)
+    own_k, own_v = tensor(n_rows, 2, 6), tensor(n_rows, 2, 6)
+    found = block_attention.block_attention(work(cut, anchors, window), q, k, v, own_k, own_v)
+    out, at = [], 0
+    for anchor, size in zip(anchors, size_of):
+        first = max(s for s in starts if s <= anchor)
+        for slot in range(size):
+            low = max(first, anchor + slot - window + 1) if window else first
+            heads = []
+            for head in range(4):
+                keys = torch.cat([k[min(low, anchor) : anchor, head // 2], own_k[at : at + size, head // 2]])
+                values = torch.cat([v[min(low, anchor) : anchor, head // 2], own_v[at : at + size, head // 2]])
+                heads.append(torch.softmax(keys @ q[at + slot, head] * 6**-0.5, -1) @ values)
+            out.append(torch.stack(heads))
+        at += size
+    wanted = torch.stack(out)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    weights, leaves = torch.randn_like(wanted), [q, k, v, own_k, own_v]
+    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted))):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_head_loss_is_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.train.losses.CHUNK", 5)
     torch.manual_seed(0)
@@ -77,6 +114,30 @@ def test_head_loss_is_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(head_loss(h, weight, weight, ids, p, wanted).loss, plain.detach())
+
+
+def test_head_loss_weighs_rows_that_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.train.losses.CHUNK", 5)
+    torch.manual_seed(0)
+    h, weight = torch.randn(12, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    ids = torch.stack([torch.randperm(30)[:6] for _ in range(12)])
+    p, wanted = torch.rand(12, 6) / 6, torch.randint(-1, 30, (12,))
+    seen = []
+
+    def weigh(rows: slice, said):  # type: ignore[no-untyped-def]
+        seen.append((rows.start, rows.stop))
+        return said + 0.5
+
+    got = head_loss(h, weight, weight.detach(), ids, p, wanted, weigh, [3, 4, 10, 12])
+    assert seen == [(0, 4), (4, 10), (10, 12)]
+    log_q = torch.log_softmax(h @ weight.t(), -1)
+    said = torch.where(wanted >= 0, log_q.gather(1, wanted.clamp(min=0)[:, None])[:, 0].exp(), 0).detach()
+    each = -(p * log_q.gather(1, ids)).sum(-1)
+    torch.testing.assert_close(got.each, each.detach())
+    plain = (each * (said + 0.5)).sum()
+    torch.testing.assert_close(got.loss, plain)
+    for a, b in zip(*(torch.autograd.grad(x, [h, weight]) for x in (got.loss, plain))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [100, 128])

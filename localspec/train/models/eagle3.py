@@ -16,23 +16,21 @@ learn is ever used, and a step costs what is left of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from localspec import __version__
-from localspec.data.shards import Sample
 from localspec.errors import TrainError
 from localspec.speculator import SpeculatorConfig
-from localspec.train import vocab
+from localspec.train import draft_parts
 from localspec.train.attention import blocks, chain_attention
-from localspec.train.batches import Batch, collate
+from localspec.train.batches import Batch
+from localspec.train.draft_parts import TapDraft, disturbed, draft_starts, positions, rotate, turn
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
 from localspec.train.settings import setting
@@ -40,7 +38,6 @@ from localspec.train.target_weights import TargetWeights
 
 MAX_TTT = 64  # tokens that --spec-draft-n-max allows
 N_TAPS = 3  # llama.cpp's graph takes exactly so many
-_FIRST_LOGITS = 1.0  # the head's initial logits have about this spread: the target's own would start at a loss of 47
 
 
 @dataclass(frozen=True)
@@ -79,21 +76,15 @@ class _Known(NamedTuple):
     g: Tensor  # [N, H]
 
 
-class Model(nn.Module):
+class Model(TapDraft):
     """Parameters have the names of vLLM's speculators; q and k rows lie in Hugging Face's order (halves rotate)."""
 
     METHOD: ClassVar[str] = "eagle3"
-    NEEDS_TAPS: ClassVar[bool] = True
     Settings: ClassVar[Any] = Settings
 
-    embedding: Tensor
-    tap_scale: Tensor
-    draft_ids: Tensor
-    draft_of: Tensor
-
     def __init__(self, shape: SpeculatorConfig, settings: Settings):
-        super().__init__()
-        self.shape, self.settings = shape, settings
+        super().__init__(shape)
+        self.settings = settings
         self.depth = settings.ttt
         n, head = shape.n_embd, shape.head_dim
         self.fc = nn.Parameter(torch.empty(n, len(shape.taps) * shape.target.n_embd))
@@ -116,46 +107,19 @@ class Model(nn.Module):
         if 0 < settings.window < settings.ttt:
             raise TrainError(f"--window {settings.window}: a chain of --ttt {settings.ttt} steps would see nothing of the "
                              f"text; at least {settings.ttt}, or 0 for all")  # fmt: skip
-        identity, gguf = target.identity, target.gguf
-        n_head, n_kv = target.layer_int("attention.head_count", 1), target.layer_int("attention.head_count_kv", 1)
-        theirs = target.layer_int("feed_forward_length", 4 * identity.n_embd)
-        size = min(settings.draft_vocab or identity.n_vocab, identity.n_vocab)
-        return SpeculatorConfig(
-            method=cls.METHOD, target=identity, taps=taps, n_embd=identity.n_embd, n_head=n_head,
-            n_head_kv=n_kv or n_head, head_dim=gguf.key_length, n_ff=settings.n_ff or theirs,
-            rms_eps=target.rms_eps, rope_base=target.rope_base, draft_vocab=0 if size == identity.n_vocab else size,
-            depth=settings.ttt, window=settings.window, n_ctx_train=gguf.n_ctx_train,
+        return draft_parts.base_shape(
+            target, cls.METHOD, taps, n_ff=settings.n_ff, draft_vocab=settings.draft_vocab, depth=settings.ttt,
+            window=settings.window,
         )  # fmt: skip
 
     @classmethod
     def new(cls, settings: Settings, target: TargetWeights, facts: DataFacts, seed: int) -> Self:
         model = cls(cls.shape_of(settings, target, facts.taps), settings)
-        model._initialise(target, facts, seed)
+        model.initialise(target, facts, seed, halved=("o", "down"))
         return model
 
-    def _initialise(self, target: TargetWeights, facts: DataFacts, seed: int) -> None:
-        """Random matrices, the target's head and norm (scaled down); and what stays as it is: embedding, scales, ids."""
-        random = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name in self.matrices():
-                weight = getattr(self, name)
-                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=random)
-            self.o.mul_(0.5)
-            self.down.mul_(0.5)
-            ids = vocab.choose(facts.counts, len(self.head))
-            head = target.head()[torch.from_numpy(ids)] * target.output_norm()
-            probe = torch.randn(256, head.shape[1], generator=random)
-            self.head.copy_(head * (_FIRST_LOGITS / (probe @ head.t()).std()))
-        scale = 1.0 / np.maximum(facts.tap_rms, 1e-6)
-        self._hold(target, scale.astype(np.float32), ids)
-
-    def _hold(self, target: TargetWeights, scale: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> None:
-        self.register_buffer("embedding", target.embedding(torch.bfloat16), persistent=False)
-        self.register_buffer("tap_scale", torch.from_numpy(scale))
-        self.register_buffer("draft_ids", torch.from_numpy(ids))
-        table = np.full(self.shape.target.n_vocab, -1, np.int64)
-        table[ids] = np.arange(len(ids))
-        self.register_buffer("draft_of", torch.from_numpy(table))
+    def names(self) -> dict[str, str]:
+        return _NAMES
 
     def matrices(self) -> list[str]:
         return ["fc", "q", "k", "v", "o", "gate", "up", "down"]
@@ -164,48 +128,15 @@ class Model(nn.Module):
         size = sum(p.numel() for p in self.parameters())
         return [f"EAGLE-3 draft, {size / 1e6:.1f} M parameters, taps {', '.join(map(str, self.shape.taps))}"]
 
-    def vocabulary(self) -> npt.NDArray[np.int64]:
-        ids: npt.NDArray[np.int64] = self.draft_ids.cpu().numpy()
-        return ids
-
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start from a checkpoint's weights (speculators' names). The taps' scales and the vocabulary stay this data's:
-        tokens that the checkpoint couldn't say begin as the target's. Raises TrainError for a draft of another shape."""
-        own = dict(self.named_parameters())
-        with torch.no_grad():
-            for name, place in _NAMES.items():
-                found = tensors.get(place)
-                if name == "head" and found is not None and found.shape[1:] == own[name].shape[1:]:
-                    offsets = tensors.get("d2t", torch.zeros(len(found), dtype=torch.int64))
-                    mine = self.draft_of[offsets + torch.arange(len(found))]
-                    own[name][mine[mine >= 0]] = found[mine >= 0]
-                    continue
-                if found is None or found.shape != own[name].shape:
-                    shown = "lacks" if found is None else f"has {tuple(found.shape)}, not {tuple(own[name].shape)}, as"
-                    raise TrainError(f"the checkpoint to start from {shown} {place}: give one of this shape")
-                own[name].copy_(found / self.tap_scale if name == "fc" else found)
-
-    def batch(self, samples: Sequence[Sample], max_len: int, dtype: torch.dtype) -> Batch:
-        return collate(samples, max_len, self.tap_scale.cpu().numpy(), dtype)
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.shape.rms_eps)
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary positions; halves of a head belong together. x [R, heads, d], positions [R]."""
-        half = x.shape[-1] // 2
-        speeds = self.shape.rope_base ** (torch.arange(half, device=x.device) / -half)
-        angle = positions[:, None, None].float() * speeds
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    def _rotate(self, x: Tensor, at: Tensor) -> Tensor:
+        return rotate(x, turn(at, self.shape.head_dim, self.shape.rope_base, x.dtype))
 
     def _pair(self, tokens: Tensor, state: Tensor) -> Tensor:
         """[R, 2H]: what attention reads of (token, state)."""
         embedded = F.embedding(tokens, self.embedding).to(state.dtype)
-        return torch.cat([self._norm(embedded, self.input_norm), self._norm(state, self.hidden_norm)], -1)
+        return torch.cat([self.norm_of(embedded, self.input_norm), self.norm_of(state, self.hidden_norm)], -1)
 
     def _keys(self, low: Mapping[str, Tensor], pair: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         view = (len(pair), self.shape.n_head_kv, self.shape.head_dim)
@@ -214,7 +145,7 @@ class Model(nn.Module):
     def _layer(self, low: Mapping[str, Tensor], state: Tensor, attended: Tensor) -> Tensor:
         """The state before the last norm, [R, H]."""
         x = state + F.linear(attended.reshape(len(state), -1), low["o"])
-        y = self._norm(x, self.ffn_norm)
+        y = self.norm_of(x, self.ffn_norm)
         return x + F.linear(F.silu(F.linear(y, low["gate"])) * F.linear(y, low["up"]), low["down"])
 
     def _low(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -238,17 +169,16 @@ class Model(nn.Module):
 
     def loss(self, batch: Batch) -> LossParts:
         device, dtype = batch.taps.device, batch.taps.dtype
-        if self.settings.noise:
-            batch = self._disturbed(batch)
+        batch = disturbed(batch, self.settings.noise)
         low = self._low(dtype)
-        position = _positions(batch)
+        position = positions(batch)
         known, pairs = self._known(low, batch, torch.from_numpy(position).to(device))
         end = np.repeat(batch.starts[1:], np.diff(batch.starts))
-        rows = _chain_starts(batch)
+        rows = draft_starts(batch) - 1
         total = torch.zeros((), device=device)
         parts = LossParts(total, len(rows), [], [], [])
         if not len(rows):  # samples that were cut before anything counts
-            parts.loss = 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+            parts.loss = self.nothing()
             return parts
         chain: list[tuple[Tensor, Tensor]] = []
         state, pair = known.g, pairs
@@ -268,7 +198,7 @@ class Model(nn.Module):
             guess = torch.from_numpy(batch.teacher_of[told]).to(device)
             wanted = self.draft_of[batch.tokens[torch.from_numpy(told).to(device)]]
             ids = self.draft_of[batch.teacher_ids[guess]]
-            result = head_loss(self._norm(state, self.norm), self.head, low["head"], ids, batch.teacher_p[guess], wanted)
+            result = head_loss(self.norm_of(state, self.norm), self.head, low["head"], ids, batch.teacher_p[guess], wanted)
             total = total + result.loss * self.settings.step_decay**step
             right = result.right.cpu().numpy()
             parts.losses.append(float(result.loss.detach()))
@@ -283,23 +213,15 @@ class Model(nn.Module):
         parts.loss = total
         return parts
 
-    def _disturbed(self, batch: Batch) -> Batch:
-        """The batch with noise on its taps: against learning few texts by heart (EAGLE, Li et al., arXiv 2401.15077, section
-        4.1). The noise is a function of the batch, so that a resumed run sees the same."""
-        places = torch.arange(batch.n_tokens, device=batch.tokens.device)
-        random = torch.Generator(batch.taps.device).manual_seed(int((batch.tokens * places).sum()))
-        noise = torch.empty_like(batch.taps, dtype=torch.float32).normal_(0.0, self.settings.noise, generator=random)
-        return replace(batch, taps=batch.taps + noise.to(batch.taps.dtype))
-
     # -- as run time drafts -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def rollout(self, batch: Batch, n_max: int) -> Rollout:
         device, dtype = batch.taps.device, batch.taps.dtype
         low = self._low(dtype)
-        position = _positions(batch)
+        position = positions(batch)
         known, _ = self._known(low, batch, torch.from_numpy(position).to(device))
-        rows = _chain_starts(batch)
+        rows = draft_starts(batch) - 1
         accepted = np.zeros(len(rows), np.int64)
         if not len(rows):
             return Rollout(rows + 1, accepted)
@@ -316,7 +238,7 @@ class Model(nn.Module):
             work = blocks(rows, batch.starts, self.shape.window, step, device)
             attended = chain_attention(work, self._query(low, pair, at), known.k, known.v, chain)
             state = self._layer(low, state, attended)
-            drafted = self.draft_ids[best_tokens(self._norm(state, self.norm), low["head"])]
+            drafted = self.draft_ids[best_tokens(self.norm_of(state, self.norm), low["head"])]
             told = np.minimum(rows + 2 + step, len(batch.mask) - 1)
             same = drafted.cpu().numpy() == batch.tokens.cpu().numpy()[told]
             alive &= same & (rows + 2 + step < end) & batch.mask[told]
@@ -325,53 +247,16 @@ class Model(nn.Module):
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
-    def config(self, provenance: Mapping[str, Any]) -> SpeculatorConfig:
-        return replace(self.shape, provenance={"localspec": __version__, **provenance})
-
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {_NAMES[n]: p.detach().float() for n, p in self.named_parameters()}
-        tensors["fc.weight"] = (self.fc.detach() * self.tap_scale).float()  # the inputs' scales, folded in
-        if self.shape.draft_vocab:
-            tensors["d2t"] = self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)
-            tensors["t2d"] = self.draft_of >= 0
-        return {n: t.cpu().contiguous() for n, t in tensors.items()}, speculators_config(self.shape, self.settings.verifier)
+        return self.tensors(), _speculators_config(self.shape, self.settings.verifier)
 
 
-def _positions(batch: Batch) -> npt.NDArray[np.int64]:
-    """i64[N]: each token's place in its sample."""
-    return np.arange(batch.n_tokens) - np.repeat(batch.starts[:-1], np.diff(batch.starts))
-
-
-def _chain_starts(batch: Batch) -> npt.NDArray[np.int64]:
-    """Positions P of a sample whose token P + 2 the assistant said."""
-    starts = np.flatnonzero(batch.mask) - 2
-    first = np.repeat(batch.starts[:-1], np.diff(batch.starts))
-    return starts[(starts >= 0) & (starts >= first[starts + 2])]
-
-
-def speculators_config(shape: SpeculatorConfig, verifier: str = "") -> dict[str, Any]:
-    """config.json of an EAGLE-3 draft as vLLM's speculators (0.9) reads it. That package loads a draft only together with
-    its target's Hugging Face files, the `verifier`; a GGUF doesn't say where those are."""
-    layer: dict[str, Any] = {
-        "model_type": "llama", "vocab_size": shape.target.n_vocab, "hidden_size": shape.n_embd,
-        "intermediate_size": shape.n_ff, "num_hidden_layers": 1, "num_attention_heads": shape.n_head,
-        "num_key_value_heads": shape.n_head_kv, "head_dim": shape.head_dim, "hidden_act": "silu",
-        "max_position_embeddings": shape.n_ctx_train, "rms_norm_eps": shape.rms_eps, "attention_bias": False,
-        "mlp_bias": False, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base}, "rope_theta": shape.rope_base,
-    }  # fmt: skip
+def _speculators_config(shape: SpeculatorConfig, verifier: str) -> dict[str, Any]:
+    layer: dict[str, Any] = {"model_type": "llama", "mlp_bias": False}
     if shape.window:
         layer |= {"sliding_window": shape.window, "layer_types": ["sliding_attention"]}
-    return {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
-        "draft_vocab_size": shape.draft_vocab or shape.target.n_vocab, "target_hidden_size": shape.target.n_embd,
+    own = {
         "norm_before_residual": shape.norm_before_residual, "norm_before_fc": shape.norm_before_fc,
-        "eagle_aux_hidden_state_layer_ids": list(shape.taps), "transformer_layer_config": layer, "torch_dtype": "float32",
-        "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.depth}],
-            "verifier": {"name_or_path": verifier or None, "architectures": []},
-        },
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
     }  # fmt: skip
-
-
+    return draft_parts.speculators_config(shape, verifier, "Eagle3Speculator", layer, own)
