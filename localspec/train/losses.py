@@ -26,8 +26,9 @@ class HeadLoss(NamedTuple):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, train: bool
-    ) -> Any:
+        ctx: Any, h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, bias: Tensor | None,
+        train: bool,
+    ) -> Any:  # fmt: skip
         d_h = torch.empty_like(h) if train else None
         d_weight = torch.zeros_like(weight) if train and weight.requires_grad else None
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
@@ -35,7 +36,7 @@ class _HeadLoss(torch.autograd.Function):
         vocab = len(low)
         for at in range(0, len(h), CHUNK):
             rows = slice(at, min(at + CHUNK, len(h)))
-            q = torch.softmax(torch.nn.functional.linear(h[rows], low), -1)
+            q = torch.softmax(torch.nn.functional.linear(h[rows], low, bias), -1)
             n = len(q)
             flat = q.view(-1)
             first = torch.arange(n, device=h.device)[:, None] * vocab
@@ -65,14 +66,16 @@ class _HeadLoss(torch.autograd.Function):
         d_h, d_weight = ctx.saved_tensors
         scale = grads[0]
         d_weight = d_weight * scale if d_weight is not None else None
-        return d_h * scale.to(d_h.dtype), d_weight, None, None, None, None, None
+        return d_h * scale.to(d_h.dtype), d_weight, None, None, None, None, None, None
 
 
-def head_loss(h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor) -> HeadLoss:
+def head_loss(
+    h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, bias: Tensor | None = None
+) -> HeadLoss:
     """`h` [R, H] normalised states; `weight` f32[V, H] the head and `low` the same in h's type; `ids` i64[R, k] the
     teacher's tokens as draft ids (-1: the draft can't say it), with probabilities `p` f32[R, k]; `wanted` i64[R]: the
-    text's token as draft id, or -1."""
-    return HeadLoss(*_HeadLoss.apply(h, weight, low, ids, p, wanted, torch.is_grad_enabled()))
+    text's token as draft id, or -1. `bias` [V] in h's type is added to the logits."""
+    return HeadLoss(*_HeadLoss.apply(h, weight, low, ids, p, wanted, bias, torch.is_grad_enabled()))
 
 
 def best_tokens(h: Tensor, low: Tensor) -> Tensor:
