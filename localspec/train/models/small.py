@@ -1,6 +1,6 @@
 """A small language model with the target's tokenizer, made of the target's own embedding, head and a few of its layers.
 
-It reads no states, so it fits every target, and its file is an ordinary llama that any program of llama.cpp takes as a draft.
+It reads no states, so it fits every target; its file is an ordinary llama, which any program of llama.cpp takes as a draft.
 Like the distilled models that drop a share of their teacher's layers (Sanh et al., arXiv 1910.01108, section 3) it starts
 from layers that already work together, and learns what the target thought at every token that it wrote.
 
@@ -441,8 +441,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, starts: npt.NDArray[np.int64]) -> T
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     parts = []
     for a, b in pairwise(starts.tolist()):
-        one = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
-        parts.append(F.scaled_dot_product_attention(*one, is_causal=True)[0].transpose(0, 1))
+        own_q, own_k, own_v = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True)[0].transpose(0, 1))
     return torch.cat(parts)
 
 
