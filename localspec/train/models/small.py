@@ -168,6 +168,7 @@ class Model(nn.Module):
     Settings: ClassVar[Any] = Settings
 
     frequent: Tensor
+    embedding: Tensor | None
 
     def __init__(self, shape: SpeculatorConfig, settings: Settings):
         super().__init__()
@@ -178,7 +179,7 @@ class Model(nn.Module):
         kept = torch.float32 if settings.train_head else torch.float16
         table = torch.empty(shape.target.n_vocab, shape.n_embd, dtype=kept)
         self.head = nn.Parameter(table, requires_grad=settings.train_head)
-        self.embedding: Tensor | None = None
+        self.register_buffer("embedding", None, persistent=False)  # the target's where it has two tables
         self.remarked: list[str] = []
 
     @classmethod
@@ -205,7 +206,7 @@ class Model(nn.Module):
         tied = "output.weight" not in target.gguf.tensors
         self.head.copy_(target.tensor("token_embd.weight" if tied else "output.weight", self.head.dtype))
         if not tied:
-            self.register_buffer("embedding", target.embedding(torch.float16), persistent=False)
+            self.embedding = target.embedding(torch.float16)
         self.norm.copy_(target.output_norm())
         where = origin(self.settings, target)
         if where.why_random:
