@@ -106,6 +106,16 @@ def test_quantisations(places: dict[str, Place], tmp_path: Path, quant: str) -> 
     assert found.error < {"f16": 0.01, "q8_0": 0.04}.get(quant, 0.35)
 
 
+def test_a_target_of_another_architecture(tmp_path: Path) -> None:
+    """Its draft is a llama all the same, with its tables."""
+    target = TARGETS["gemma3"](tmp_path / "target.gguf")
+    checkpoint.save(tmp_path / "c", made(target), {}, None)
+    file = GGUFFile.open(convert(tmp_path / "c", target, tmp_path / "d.gguf", "f16").path, "draft")
+    assert (file.architecture, file.n_layer, file.key_length) == ("llama", 1, 16)
+    check_pair(GGUFFile.open(target), file)
+    assert parity.check(tmp_path / "c", file.path, target).error < 0.01
+
+
 def test_it_drafts_as_the_evaluation_says(places: dict[str, Place], tmp_path: Path) -> None:
     """A roll-out along a text that the target wrote greedily, against the engine that writes it with the file."""
     place = places["llama"]

@@ -37,9 +37,14 @@ from localspec.train.target_weights import TargetWeights
 
 MAX_DEPTH = 64  # tokens that --spec-draft-n-max allows
 BIAS = "attention.bias"  # in SpeculatorConfig.extra: q, k and v have one, as qwen2's
-_SHARE = 6  # one layer for so many of the target's
-#: logits of a model whose layers begin at random have about this spread; the target's own norm would be far too sure
+#: Without --layers: one for so many of the target's, the first ones. After 25 steps on SmolLM2 the first five of its 30 had a
+#: loss of 4.99 and were right in 34 %; five spread evenly had 5.22 and 28 %.
+_SHARE = 6
+#: The first logits have about this spread (a target's have 3 to 4): what comes out of few layers means little at first, and
+#: at the target's own scale the loss begins at 16 to 20, where knowing nothing is 11. `scale` brings it back: AdamW's steps
+#: would take thousands to double a norm.
 _FIRST_LOGITS = 2.0
+_SCALE_SPEED = 10.0
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 #: a layer's parameters by their names in the target's file; biases are there or not
@@ -61,8 +66,8 @@ _NAMES = {
 class Settings:
     """Of the small model alone."""
 
-    layers: str = setting("", "Layers taken from the target, such as 0,1,14,28,29, or their number, spread evenly. "
-                              "[default: a sixth of them]")  # fmt: skip
+    layers: str = setting("", "Layers taken from the target, such as 0,1,14,28,29, or their number, spread evenly; without, "
+                              "the first sixth of them.")  # fmt: skip
     depth: int = setting(4, "Tokens in a row that evaluations draft.", at_least=1, at_most=MAX_DEPTH)
     frequent: int = setting(4096, "Frequent tokens whose logits every step computes; 0: all tokens'.", at_least=0)
     sampled: int = setting(2048, "Tokens drawn anew for each batch to stand for all others.", at_least=1)
@@ -87,8 +92,10 @@ def _layers(text: str, n_layer: int) -> tuple[int, ...]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise TrainError(f"--layers {text}: give numbers such as 0,1,14,28,29, or how many") from None
-    if "," not in text:
-        n = numbers[0] if numbers else max(1, round(n_layer / _SHARE))
+    if not text:
+        return tuple(range(max(1, round(n_layer / _SHARE))))
+    if len(numbers) == 1 and "," not in text:
+        n = numbers[0]
         if not 1 <= n <= n_layer:
             raise TrainError(f"--layers {text}: the target has {n_layer} layers; give a number from 1 to {n_layer}")
         return tuple(round(x) for x in np.linspace(0, n_layer - 1, n).tolist())
@@ -176,6 +183,7 @@ class Model(nn.Module):
         self.depth = settings.depth
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.n_layer))
         self.norm = nn.Parameter(torch.ones(shape.n_embd))
+        self.scale = nn.Parameter(torch.zeros(()))  # of the norm, see _last_norm
         kept = torch.float32 if settings.train_head else torch.float16
         table = torch.empty(shape.target.n_vocab, shape.n_embd, dtype=kept)
         self.head = nn.Parameter(table, requires_grad=settings.train_head)
@@ -214,6 +222,11 @@ class Model(nn.Module):
         else:
             for layer, number in zip(self.layers, where.layers):
                 self._taken(layer, target, number)
+        if where.why_random or len(where.layers) < target.identity.n_layer:
+            random = torch.Generator().manual_seed(seed)
+            head = self.head[:: max(1, len(self.head) // 1024)].float()
+            probe = torch.randn(256, self.shape.n_embd, generator=random) * self.norm
+            self.norm.mul_(_FIRST_LOGITS / float((probe @ head.t()).std()))
         n_vocab = self.shape.target.n_vocab
         size = min(self.settings.frequent or n_vocab, n_vocab)
         self.register_buffer("frequent", torch.from_numpy(vocab.choose(facts.counts, size)), persistent=False)
@@ -228,7 +241,7 @@ class Model(nn.Module):
             parameter.copy_(value)
 
     def _at_random(self, seed: int) -> None:
-        """What each layer adds is small beside the embedding, and logits are about as large as a model's are."""
+        """What each layer adds is small beside the embedding."""
         random = torch.Generator().manual_seed(seed)
         table = self._table()[:: max(1, len(self.head) // 1024)].float()
         small = 0.5 * float(table.square().mean().sqrt())
@@ -236,9 +249,6 @@ class Model(nn.Module):
             for name in _MATRICES:
                 weight = layer.get_parameter(name)
                 weight.normal_(0.0, weight.shape[1] ** -0.5 * (small if name in ("o", "down") else 1.0), generator=random)
-        head = self.head[:: max(1, len(self.head) // 1024)].float()
-        probe = torch.randn(256, self.shape.n_embd, generator=random) * self.norm
-        self.norm.mul_(_FIRST_LOGITS / float((probe @ head.t()).std()))
 
     def _about(self, target: TargetWeights, where: Origin, tied: bool) -> list[str]:
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
@@ -280,6 +290,7 @@ class Model(nn.Module):
                     shown = "lacks" if found is None else f"has {tuple(found.shape)}, not {tuple(own[name].shape)}, as"
                     raise TrainError(f"the checkpoint to start from {shown} {place}: give one of this shape")
                 own[name].copy_(found)
+            self.scale.zero_()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -297,6 +308,9 @@ class Model(nn.Module):
 
     def _norm(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_eps).to(dtype)
+
+    def _last_norm(self) -> Tensor:
+        return self.norm * (_SCALE_SPEED * self.scale).exp()
 
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> Pair:
         """(cos, sin) [R, 1, d / 2] of each position."""
@@ -350,7 +364,7 @@ class Model(nn.Module):
         ids, wanted = batch.teacher_ids[guess], batch.tokens[torch.from_numpy(told).to(device)]
         chosen, bias, place = self._chosen(batch, ids, wanted)
         head = self.head[chosen]
-        h = self._norm(x, self.norm, dtype)
+        h = self._norm(x, self._last_norm(), dtype)
         bias = bias if bias is None else bias.to(dtype)
         result = head_loss(h, head, head.detach().to(dtype), place[ids], batch.teacher_p[guess], place[wanted], bias)
         right = int(result.right.sum())
@@ -393,7 +407,7 @@ class Model(nn.Module):
         chains: list[list[Pair]] = [[] for _ in low]
         alive = np.arange(len(rows))
         for step in range(n_max):
-            drafted = best_tokens(self._norm(x, self.norm, dtype), head)
+            drafted = best_tokens(self._norm(x, self._last_norm(), dtype), head)
             told = np.minimum(rows + 1 + step, len(tokens) - 1)
             right = (drafted.cpu().numpy() == tokens[told]) & (rows + 1 + step < end[rows]) & batch.mask[told]
             rows, alive = rows[right], alive[right]
@@ -427,7 +441,8 @@ class Model(nn.Module):
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tables that aren't trained stay F16: they were quantised to less."""
         names = self._stored_names()
-        tensors = {names[n]: p.detach() for n, p in self.named_parameters()}
+        own = {n: p.detach() for n, p in self.named_parameters()} | {"norm": self._last_norm().detach()}
+        tensors = {place: own[n] for n, place in names.items()}
         if self.embedding is not None:
             tensors["model.embed_tokens.weight"] = self.embedding
         if self.shape.extra.get(BIAS):  # its llama has one for all four or for none
