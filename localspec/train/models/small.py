@@ -37,8 +37,8 @@ from localspec.train.target_weights import TargetWeights
 
 MAX_DEPTH = 64  # tokens that --spec-draft-n-max allows
 BIAS = "attention.bias"  # in SpeculatorConfig.extra: q, k and v have one, as qwen2's
-#: Without --layers: one for so many of the target's, the first ones. After 25 steps on SmolLM2 the first five of its 30 had a
-#: loss of 4.99 and were right in 34 %; five spread evenly had 5.22 and 28 %.
+#: Without --layers: one for so many of the target's, the first ones. After 25 steps on SmolLM2 the first five of its 30 had
+#: a loss of 4.99 and were right in 34 %; five spread evenly had 5.22 and 28 %.
 _SHARE = 6
 #: The first logits have about this spread (a target's have 3 to 4): what comes out of few layers means little at first, and
 #: at the target's own scale the loss begins at 16 to 20, where knowing nothing is 11. `scale` brings it back: AdamW's steps
