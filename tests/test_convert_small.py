@@ -152,6 +152,18 @@ def test_the_command(cli: Cli, places: dict[str, Place], tmp_path: Path) -> None
     assert "--spec-type draft-simple" in shown.stdout
 
 
+def test_a_large_vocabulary_is_compared_at_fewer_places(
+    places: dict[str, Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = places["tied"]
+    draft = convert(place.checkpoint, place.target, tmp_path / "d.gguf", "f16").path
+    whole = parity.measure(place.checkpoint, draft, place.target)
+    monkeypatch.setattr(parity, "N_LOGITS", 10 * 320)
+    fewer = parity.measure(place.checkpoint, draft, place.target)
+    assert 20 < 2 * fewer.n_chains < whole.n_chains
+    assert fewer.error < 0.01
+
+
 # -- the gate -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from localspec.errors import TrainError  # noqa: E402
 from localspec.gguf_file import GGUFFile  # noqa: E402
 from localspec.speculator import SpeculatorConfig  # noqa: E402
 from localspec.train import checkpoint, evaluate, loop, metrics, models, vocab  # noqa: E402
+from localspec.train.llama_parts import halves_from_pairs  # noqa: E402
 from localspec.train.losses import head_loss  # noqa: E402
-from localspec.train.models.small import halves_from_pairs  # noqa: E402
 from localspec.train.settings import TrainSettings  # noqa: E402
 from localspec.train.target_weights import TargetWeights  # noqa: E402
 from tests import gguf_maker, train_data  # noqa: E402
 from tests.test_convert_llama import logits, tiny_qwen2  # noqa: E402
+from tests.test_train_cli import call  # noqa: E402
 
 SMALL = models.find("small")
 SETTINGS = TrainSettings(
@@ -212,6 +214,19 @@ def test_a_bias_is_added_to_the_logits() -> None:
     mass = 0.9 * torch.logsumexp(h @ head.t() + bias, -1).sum() - (p * (h @ head.t() + bias).gather(1, ids)).sum()
     assert torch.allclose(got, torch.autograd.grad(mass, h)[0], atol=1e-5)
     assert log_q.shape == (5, 11)
+
+
+def test_its_settings_are_options(tmp_path: Path) -> None:
+    code, text = call("small", "--help")
+    assert code == 0
+    for f in dataclasses.fields(SMALL.Settings):
+        assert f"--{f.name.replace('_', '-')}" in text
+    assert "A small language model with the target's tokenizer" in " ".join(call("--help")[1].split())
+    target = gguf_maker.tiny_llama(tmp_path / "target.gguf")
+    train_data.shards(tmp_path / "data", target, 4)
+    places = "-m", str(target), "-o", str(tmp_path / "o"), "--data", str(tmp_path / "data")
+    code, text = call("small", *places, "--layers", "7")
+    assert (code, text) == (2, "--layers 7: the target has 2 layers; give a number from 1 to 2")
 
 
 # -- it learns ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from localspec import __version__
 from localspec.data.shards import Sample
 from localspec.errors import TrainError
 from localspec.speculator import SpeculatorConfig
-from localspec.train import vocab
+from localspec.train import llama_parts, vocab
 from localspec.train.attention import blocks, chain_attention
 from localspec.train.batches import Batch, collate
 from localspec.train.losses import best_tokens, head_loss
@@ -36,10 +36,6 @@ from localspec.train.settings import setting
 from localspec.train.target_weights import TargetWeights
 
 MAX_DEPTH = 64  # tokens that --spec-draft-n-max allows
-BIAS = "attention.bias"  # in SpeculatorConfig.extra: q, k and v have one, as qwen2's
-#: Without --layers: one for so many of the target's, the first ones. After 25 steps on SmolLM2 the first five of its 30 had
-#: a loss of 4.99 and were right in 34 %; five spread evenly had 5.22 and 28 %.
-_SHARE = 6
 #: The first logits have about this spread (a target's have 3 to 4): what comes out of few layers means little at first, and
 #: at the target's own scale the loss begins at 16 to 20, where knowing nothing is 11. `scale` brings it back: AdamW's steps
 #: would take thousands to double a norm.
@@ -47,13 +43,6 @@ _FIRST_LOGITS = 2.0
 _SCALE_SPEED = 10.0
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-#: a layer's parameters by their names in the target's file; biases are there or not
-_TAKEN = {
-    "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",
-    "o": "attn_output.weight", "ffn_norm": "ffn_norm.weight", "gate": "ffn_gate.weight", "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-}  # fmt: skip
-_BIASES = {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
 #: the same by Hugging Face's names
 _NAMES = {
     "attn_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
@@ -74,93 +63,16 @@ class Settings:
     train_head: bool = setting(False, "Train the head, too, and the embedding where the target ties the two.")
 
 
-class Origin(NamedTuple):
-    """Where the layers come from: the target's `layers`, or, if `why_random` says something, as many random ones."""
-
-    layers: tuple[int, ...]
-    why_random: str
-
-
-def origin(settings: Settings, target: TargetWeights) -> Origin:
-    """Raises TrainError for layers that the target hasn't."""
-    layers = _layers(settings.layers, target.identity.n_layer)
-    return Origin(layers, next((why for i in layers if (why := _not_llama(target, i))), ""))
-
-
-def _layers(text: str, n_layer: int) -> tuple[int, ...]:
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise TrainError(f"--layers {text}: give numbers such as 0,1,14,28,29, or how many") from None
-    if not text:
-        return tuple(range(max(1, round(n_layer / _SHARE))))
-    if len(numbers) == 1 and "," not in text:
-        n = numbers[0]
-        if not 1 <= n <= n_layer:
-            raise TrainError(f"--layers {text}: the target has {n_layer} layers; give a number from 1 to {n_layer}")
-        return tuple(round(x) for x in np.linspace(0, n_layer - 1, n).tolist())
-    wrong = [i for i in numbers if not 0 <= i < n_layer]
-    if wrong or not numbers:
-        raise TrainError(f"--layers {text}: the target has layers 0 to {n_layer - 1}")
-    if any(a >= b for a, b in pairwise(numbers)):
-        raise TrainError(f"--layers {text}: give each layer once, in the target's order")
-    return tuple(numbers)
-
-
-def _not_llama(target: TargetWeights, layer: int) -> str:
-    """Why a layer can't stand in a llama model; nothing where it can."""
-    gguf = target.gguf
-    if gguf.architecture not in ("llama", "qwen2"):
-        return f"a {gguf.architecture} model's layers compute something else than a llama's"
-    shapes = {name: shape for name, shape in _shapes(target).items() if name in _TAKEN}
-    prefix = f"blk.{layer}."
-    there = {name.removeprefix(prefix) for name in gguf.tensors if name.startswith(prefix)}
-    if not set(_TAKEN.values()) <= there <= {*_TAKEN.values(), *_BIASES.values()}:
-        odd = min(there ^ set(_TAKEN.values()))
-        return f"its layers are no plain ones ({prefix}{odd})"
-    for name, shape in shapes.items():
-        if gguf.tensors[prefix + _TAKEN[name]].shape[::-1] != shape:
-            return f"its layers differ in their shapes ({prefix}{_TAKEN[name]})"
-    if int(gguf.arch("rope.dimension_count", gguf.key_length)) != gguf.key_length:
-        return "its rope turns only a part of each head"
-    return ""
-
-
-def _sizes(target: TargetWeights) -> tuple[int, int, int, int]:
-    """(heads, heads of keys, their size, width of the feed-forward layer)."""
-    n_head = target.layer_int("attention.head_count", 1)
-    n_kv = target.layer_int("attention.head_count_kv", n_head) or n_head
-    return n_head, n_kv, target.gguf.key_length, target.layer_int("feed_forward_length", 0) or 4 * target.identity.n_embd
-
-
-def _shapes(target: TargetWeights) -> dict[str, tuple[int, ...]]:
-    n_head, n_kv, size, n_ff = _sizes(target)
-    return _layer_shapes(target.identity.n_embd, n_head * size, n_kv * size, n_ff)
-
-
-def _layer_shapes(n: int, q: int, kv: int, ff: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "attn_norm": (n,), "q": (q, n), "k": (kv, n), "v": (kv, n), "o": (n, q), "ffn_norm": (n,), "gate": (ff, n),
-        "up": (ff, n), "down": (n, ff), "q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,),
-    }  # fmt: skip
-
-
-def halves_from_pairs(weight: Tensor, n_head: int) -> Tensor:
-    """Rows of q or k for rotations of halves, as Hugging Face keeps them, out of rows for rotations of neighbours, as
-    llama.cpp keeps a llama's: within each head, rows 2 i and 2 i + 1 become row i of the first and of the second half."""
-    return weight.view(n_head, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
 class _Layer(nn.Module):
     """One decoder layer's parameters. q and k rows lie in Hugging Face's order."""
 
     def __init__(self, shape: SpeculatorConfig):
         super().__init__()
         sizes = shape.n_embd, shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim, shape.n_ff
-        for name, size in _layer_shapes(*sizes).items():
-            if name not in _BIASES:
+        for name, size in llama_parts.layer_shapes(*sizes).items():
+            if name not in llama_parts.BIASES:
                 self.register_parameter(name, nn.Parameter(torch.ones(size) if "norm" in name else torch.empty(size)))
-            elif shape.extra.get(BIAS):
+            elif shape.extra.get(llama_parts.BIAS):
                 self.register_parameter(name, nn.Parameter(torch.zeros(size)))
 
 
@@ -193,14 +105,14 @@ class Model(nn.Module):
     @classmethod
     def shape_of(cls, settings: Settings, target: TargetWeights, taps: tuple[int, ...]) -> SpeculatorConfig:
         identity = target.identity
-        layers, why = origin(settings, target)
-        n_head, n_kv, size, n_ff = _sizes(target)
-        bias = not why and f"blk.{layers[0]}.{_BIASES['q_bias']}" in target.gguf.tensors
+        layers, why = llama_parts.origin(settings.layers, target)
+        n_head, n_kv, size, n_ff = llama_parts.sizes(target)
+        bias = not why and f"blk.{layers[0]}.{llama_parts.BIASES['q_bias']}" in target.gguf.tensors
         return SpeculatorConfig(
             method=cls.METHOD, architecture="llama", target=identity, taps=(), n_embd=identity.n_embd, n_head=n_head,
             n_head_kv=n_kv, head_dim=size, n_ff=n_ff, n_layer=len(layers), rms_eps=target.rms_eps,
             rope_base=target.rope_base, depth=settings.depth, n_ctx_train=target.gguf.n_ctx_train,
-            extra={BIAS: True} if bias else {}, provenance={} if why else {"target_layers": list(layers)},
+            extra={llama_parts.BIAS: True} if bias else {}, provenance={} if why else {"target_layers": list(layers)},
         )  # fmt: skip
 
     @classmethod
@@ -216,12 +128,13 @@ class Model(nn.Module):
         if not tied:
             self.embedding = target.embedding(torch.float16)
         self.norm.copy_(target.output_norm())
-        where = origin(self.settings, target)
+        where = llama_parts.origin(self.settings.layers, target)
         if where.why_random:
             self._at_random(seed)
         else:
             for layer, number in zip(self.layers, where.layers):
-                self._taken(layer, target, number)
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(llama_parts.layer_parameter(target, number, name))
         if where.why_random or len(where.layers) < target.identity.n_layer:
             random = torch.Generator().manual_seed(seed)
             head = self.head[:: max(1, len(self.head) // 1024)].float()
@@ -231,14 +144,6 @@ class Model(nn.Module):
         size = min(self.settings.frequent or n_vocab, n_vocab)
         self.register_buffer("frequent", torch.from_numpy(vocab.choose(facts.counts, size)), persistent=False)
         self.remarked = self._about(target, where, tied)
-
-    def _taken(self, layer: nn.Module, target: TargetWeights, number: int) -> None:
-        turned = target.gguf.architecture == "llama"
-        for name, parameter in layer.named_parameters():
-            value = target.tensor(f"blk.{number}.{(_TAKEN | _BIASES)[name]}").view(parameter.shape)
-            if turned and name[0] in "qk":
-                value = halves_from_pairs(value, self.shape.n_head if name[0] == "q" else self.shape.n_head_kv)
-            parameter.copy_(value)
 
     def _at_random(self, seed: int) -> None:
         """What each layer adds is small beside the embedding."""
@@ -250,7 +155,7 @@ class Model(nn.Module):
                 weight = layer.get_parameter(name)
                 weight.normal_(0.0, weight.shape[1] ** -0.5 * (small if name in ("o", "down") else 1.0), generator=random)
 
-    def _about(self, target: TargetWeights, where: Origin, tied: bool) -> list[str]:
+    def _about(self, target: TargetWeights, where: llama_parts.Origin, tied: bool) -> list[str]:
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         of = f"the target's {', '.join(map(str, where.layers))}"
         if where.why_random:
@@ -445,7 +350,7 @@ class Model(nn.Module):
         tensors = {place: own[n] for n, place in names.items()}
         if self.embedding is not None:
             tensors["model.embed_tokens.weight"] = self.embedding
-        if self.shape.extra.get(BIAS):  # its llama has one for all four or for none
+        if self.shape.extra.get(llama_parts.BIAS):  # its llama has one for all four or for none
             for i in range(len(self.layers)):
                 tensors[f"model.layers.{i}.self_attn.o_proj.bias"] = torch.zeros(self.shape.n_embd)
         return {n: t.cpu().contiguous() for n, t in tensors.items()}, llama_config(self.shape, self.embedding is None)
@@ -480,7 +385,7 @@ def llama_config(shape: SpeculatorConfig, tied: bool) -> dict[str, Any]:
         "hidden_size": shape.n_embd, "intermediate_size": shape.n_ff, "num_hidden_layers": shape.n_layer,
         "num_attention_heads": shape.n_head, "num_key_value_heads": shape.n_head_kv, "head_dim": shape.head_dim,
         "hidden_act": "silu", "max_position_embeddings": shape.n_ctx_train, "rms_norm_eps": shape.rms_eps,
-        "attention_bias": bool(shape.extra.get(BIAS)), "mlp_bias": False, "tie_word_embeddings": tied,
+        "attention_bias": bool(shape.extra.get(llama_parts.BIAS)), "mlp_bias": False, "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base}, "rope_theta": shape.rope_base,
         "torch_dtype": "float32",
     }  # fmt: skip
