@@ -185,8 +185,6 @@ class Model(nn.Module):
         names = self._stored_names()
         if not self.settings.train_head:
             names.pop("head")
-        elif self.embedding is not None or "lm_head.weight" in tensors:
-            names["head"] = "lm_head.weight"
         own = dict(self.named_parameters())
         with torch.no_grad():
             for name, place in names.items():
