@@ -39,6 +39,8 @@ LOOSE_BELOW = 0.35  # 4 to 6 bits; Q4_0 of random weights has 0.24
 MOST_POINTS = 0.02
 N_TOKENS = 6000
 N_CHAINS = 1500
+#: logits of one text at once, in numbers: half a gigabyte on either side
+N_LOGITS = 1 << 27
 N_WRITTEN = 100
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number, then explain it.",
@@ -117,6 +119,7 @@ def measure(
     written = method.written(ours, theirs)
     for text in texts:
         starts = chain_starts(text)
+        starts = starts[:: 1 + len(starts) * (config.draft_vocab or config.target.n_vocab) // N_LOGITS]
         if n_chains >= N_CHAINS or not len(starts):
             continue
         n_chains += len(starts)

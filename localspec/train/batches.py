@@ -72,7 +72,7 @@ def collate(samples: Sequence[Sample], max_len: int, scale: npt.NDArray[np.float
     teacher_of[mask] = np.arange(int(mask.sum()))
     taps = []
     for sample, n in zip(samples, lengths):
-        flat = torch.from_numpy(np.ascontiguousarray(sample.taps[:n])).view(n, -1)
+        flat = torch.from_numpy(np.ascontiguousarray(sample.taps[:n])).flatten(1)
         taps.append((flat * torch.from_numpy(scale) if scale is not None else flat).to(dtype))
     logits = np.concatenate([s.teacher_logits[:m] for s, m in zip(samples, kept)]).astype(np.float32)
     lse = np.concatenate([s.teacher_lse[:m] for s, m in zip(samples, kept)]).astype(np.float32)

@@ -32,8 +32,8 @@ class HeadLoss(NamedTuple):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, train: bool,
-        weigh: Weigh | None, ends: Sequence[int],
+        ctx: Any, h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, bias: Tensor | None,
+        train: bool, weigh: Weigh | None, ends: Sequence[int],
     ) -> Any:  # fmt: skip
         d_h = torch.empty_like(h) if train else None
         d_weight = torch.zeros_like(weight) if train and weight.requires_grad else None
@@ -42,7 +42,7 @@ class _HeadLoss(torch.autograd.Function):
         right = torch.empty(len(h), dtype=torch.bool, device=h.device)
         vocab = len(low)
         for rows in _chunks(ends):
-            q = torch.softmax(torch.nn.functional.linear(h[rows], low), -1)
+            q = torch.softmax(torch.nn.functional.linear(h[rows], low, bias), -1)
             n = len(q)
             flat = q.view(-1)
             first = torch.arange(n, device=h.device)[:, None] * vocab
@@ -80,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
         d_h, d_weight = ctx.saved_tensors
         scale = grads[0]
         d_weight = d_weight * scale if d_weight is not None else None
-        return d_h * scale.to(d_h.dtype), d_weight, None, None, None, None, None, None, None
+        return d_h * scale.to(d_h.dtype), d_weight, None, None, None, None, None, None, None, None
 
 
 def _chunks(ends: Sequence[int]) -> list[slice]:
@@ -96,14 +96,14 @@ def _chunks(ends: Sequence[int]) -> list[slice]:
 
 def head_loss(
     h: Tensor, weight: Tensor, low: Tensor, ids: Tensor, p: Tensor, wanted: Tensor, weigh: Weigh | None = None,
-    ends: Sequence[int] | None = None,
+    ends: Sequence[int] | None = None, bias: Tensor | None = None,
 ) -> HeadLoss:  # fmt: skip
     """`h` [R, H] normalised states; `weight` f32[V, H] the head and `low` the same in h's type; `ids` i64[R, k] the
     teacher's tokens as draft ids (-1: the draft can't say it), with probabilities `p` f32[R, k]; `wanted` i64[R]: the
     text's token as draft id, or -1. `weigh` says what each row's loss weighs; it gets rows up to one of `ends` at a time, so
-    that those which are weighed together stay together."""
+    that those which are weighed together stay together. `bias` [V] in h's type is added to the logits."""
     cuts = ends if ends is not None else [*range(CHUNK, len(h), CHUNK), len(h)]
-    return HeadLoss(*_HeadLoss.apply(h, weight, low, ids, p, wanted, torch.is_grad_enabled(), weigh, cuts))
+    return HeadLoss(*_HeadLoss.apply(h, weight, low, ids, p, wanted, bias, torch.is_grad_enabled(), weigh, cuts))
 
 
 def best_tokens(h: Tensor, low: Tensor) -> Tensor:
