@@ -18,9 +18,9 @@ LAYERS = [
     ["model"],
     [
         "template", "pairing", "memory", "accept_reference", "accept", "topk", "control", "default_model", "hub", "fetch",
-        "prompts", "shipped", "taps",
+        "prompts", "shipped", "taps", "gemma4",
     ],
-    ["eagle3_net", "target"],
+    ["eagle3_net", "target", "mtp_context"],
     ["drafters", "data"],
     ["engine"],
     ["report"],
