@@ -7,10 +7,13 @@ layers share keys and values, as the last two that don't; with any other order o
 
 from __future__ import annotations
 
-from localspec.errors import PairingError
+from collections.abc import Sequence
+
+from localspec.errors import ModelFileError, PairingError
 from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import clip
 from localspec.memory import windowed_layers
+from localspec.speculator import KeyValue, SpeculatorConfig, TargetIdentity
 
 ARCHITECTURE = "gemma4-assistant"
 
@@ -81,3 +84,65 @@ def misfit(target: GGUFFile, draft: GGUFFile) -> str | None:
         if draft.n_head[i] % mine[0]:
             return f"its layer {i} has {draft.n_head[i]} heads, which can't share {mine[0]}"
     return None
+
+
+def taps_read(target: GGUFFile) -> tuple[int, int, int]:
+    """The taps from which an assistant can be trained: what goes into the two layers whose keys it reads, and the state
+    after the last norm. Raises PairingError."""
+    return (*layers_read(target), target.n_layer + 1)
+
+
+def assistant_config(
+    target: GGUFFile, windowed: Sequence[bool], n_embd: int, n_head: int, n_ff: int, rms_eps: float, depth: int
+) -> SpeculatorConfig:
+    """An assistant for this target: what has to agree with the target is the target's. Raises PairingError."""
+    n_kv = {kind: target.n_head_kv[layer] for kind, layer in zip((True, False), layers_read(target))}
+    full, window = head_sizes(target, False)[0], head_sizes(target, True)[0]
+
+    def number(key: str, default: float) -> float:
+        return float(target.get(f"{target.architecture}.{key}", (int, float), default))
+
+    extra: dict[str, KeyValue] = {
+        "nextn_predict_layers": len(windowed),
+        "embedding_length_out": target.n_embd,
+        "attention.head_count_kv": [n_kv[bool(kind)] for kind in windowed],
+        "attention.key_length_swa": window,
+        "attention.value_length_swa": window,
+        "attention.sliding_window_pattern": [int(kind) for kind in windowed],
+        "attention.shared_kv_layers": len(windowed),
+        "rope.dimension_count": int(number("rope.dimension_count", full)),
+        "rope.dimension_count_swa": int(number("rope.dimension_count_swa", window)),
+        "rope.freq_base_swa": number("rope.freq_base_swa", 10000.0),
+    }
+    return SpeculatorConfig(
+        method="mtp",
+        target=TargetIdentity.of(target),
+        taps=taps_read(target),
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=n_kv[False],
+        head_dim=full,
+        n_ff=n_ff,
+        n_layer=len(windowed),
+        rms_eps=rms_eps,
+        rope_base=number("rope.freq_base", 10000.0),
+        depth=depth,
+        window=target.sliding_window,
+        n_ctx_train=target.n_ctx_train,
+        architecture=ARCHITECTURE,
+        extra=extra,
+    )
+
+
+def windowed_of(config: SpeculatorConfig) -> list[bool]:
+    """For each layer of an assistant, whether it is windowed. Raises ModelFileError where its record doesn't say."""
+    pattern = config.extra.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or len(pattern) != config.n_layer:
+        raise ModelFileError("an MTP assistant without a list of its layers' kinds (attention.sliding_window_pattern)")
+    return [bool(kind) for kind in pattern]
+
+
+def size_of(config: SpeculatorConfig, windowed: bool) -> int:
+    """Elements of a head in an assistant's windowed or full layers."""
+    size = config.extra.get("attention.key_length_swa")
+    return size if windowed and isinstance(size, int) else config.head_dim

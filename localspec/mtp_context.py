@@ -27,8 +27,8 @@ _FEW = 32  # rows of a batch at least: no fewer than the kernels like
 
 
 class MtpContext:
-    """Owns one context on `model` (a llama_model pointer): the assistant's, or the target's own. Close it before the target's
-    session. Raises NativeError where llama.cpp makes none."""
+    """Owns one context on `model` (a llama_model pointer): the assistant's, or the target's own. Close it before the
+    target's session. Raises NativeError where llama.cpp makes none."""
 
     def __init__(self, model: Any, n_vocab: int, target: TargetSession, n_batch: int = 0, n_threads: int = 0):
         lib = native.lib()

@@ -1,8 +1,11 @@
 """A random Gemma 4 assistant for a target's file: enough to run, with every tensor of llama.cpp's graph."""
 from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
+
 import numpy as np
+
 from localspec.gemma4 import head_sizes, layers_read
 from localspec.gguf_file import GGUFFile
 from tests import gguf_maker

@@ -1,8 +1,9 @@
 """A small Gemma 4 in PyTorch, pretrained in moments on the standard library's documentation, and its GGUF file.
 
-No Gemma 4 weights are small enough for tests, and noise can't be drafted for. This one has all that a draft reads: windowed
-and full layers with heads of different sizes, layers that read the keys and values of earlier ones, per-layer
-embeddings, unrotated dimensions, a soft cap on the logits. `python -m tests.tiny_gemma4 OUT.gguf SECONDS` makes a better one.
+No Gemma 4 weights are small enough for tests, and noise can't be drafted for. This one has all that a draft reads:
+windowed and full layers with heads of different sizes, layers that read the keys and values of earlier ones, per-layer
+embeddings, unrotated dimensions, a soft cap on the logits. `python -m tests.tiny_gemma4 OUT.gguf SECONDS` makes a
+better one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PEAK = 1e-2  # learning rate
 
 @dataclass(frozen=True)
 class Shape:
-    """`windowed[i]`: whether layer i sees the window only. The last `n_shared` layers have no keys and values of their own."""
+    """`windowed[i]`: whether layer i sees the window only. The last `n_shared` layers have no keys of their own."""
 
     windowed: tuple[bool, ...] = (True, True, True, False, True, False)
     n_shared: int = 2

@@ -135,7 +135,7 @@ class MtpDrafter:
 
 
 class NextnDrafter(MtpDrafter):
-    """Drafts with the head in the target's own file. Its cache holds (token[P], state[P - 1]) at P, up to the pending one."""
+    """Drafts with the head in the target's own file. Its cache holds (token[P], state[P - 1]) at each P."""
 
     def keep(self, seq: Sequence) -> int:
         known = self._slots[seq.slot]
