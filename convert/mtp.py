@@ -1,9 +1,9 @@
 """An assistant's checkpoint (Gemma4AssistantForCausalLM: ours, or one of Google's drafters) to the GGUF file that llama.cpp
 and localspec run.
 
-What changes on the way: names. Rows of q stay as they are, because this graph turns halves of a head. The frequencies by which
-full layers turn are the target's own, since its keys were turned by them. The clustered head (masked_embedding) is left
-out: llama.cpp's graph multiplies with the whole head.
+What changes on the way: names. Rows of q stay as they are, because this graph turns halves of a head. The frequencies by
+which full layers turn are the target's own, since its keys were turned by them. The clustered head (masked_embedding) is
+left out: llama.cpp's graph multiplies with the whole head.
 """
 
 from __future__ import annotations

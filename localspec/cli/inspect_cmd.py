@@ -19,7 +19,7 @@ from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
-from localspec.pairing import can_roll_back, check_pair, drafter_for
+from localspec.pairing import can_roll_back, check_pair, drafter_for, own_heads
 from localspec.shipped import shipped_draft
 from localspec.speculator import SpeculatorConfig
 
@@ -118,8 +118,8 @@ class Report:
         theirs = ["-m", target]
         if self.draft is not None and self.uses_draft:
             ours += ["--draft", str(self.draft.path)]
-        elif pair.drafter is None:
-            ours += ["--spec-type", "none"]
+        elif pair.drafter in (None, "mtp"):
+            ours += ["--spec-type", pair.drafter or "none"]
         if pair.drafter is not None:
             ours += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
         if pair.llama_spec_type is not None:
@@ -183,6 +183,11 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
         alone = Pair(None, None, (*remarks, head), None)
     elif not able:
         alone = Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
+    n_own, no_head = own_heads(target)
+    if n_own:
+        alone = Pair("mtp", LLAMA_SPEC_TYPES["mtp"], (*remarks, "by the next-token head in its own file"), None)
+    elif target.get(f"{target.architecture}.nextn_predict_layers", int, 0) and target.architecture not in DRAFT_HEADS:
+        alone = replace(alone, remarks=(*alone.remarks, f"it {no_head}"))
     if draft is None:
         return alone
     try:
@@ -284,11 +289,12 @@ def _head_rows(file: GGUFFile) -> Rows:
     facts, n_vocab = _facts(file), head.target.n_vocab
     made_for = f"{clip(head.target.name)}, {head.target.n_layer} layers, " if head.target.name else "a target of "
     said = head.provenance
+    layers = "1 layer" if head.n_layer == 1 else f"{head.n_layer} layers"
     told = [f"{said[key]:,} {words}" for key, words in _TRAINED if isinstance(said.get(key), int)]
     rows = [
         ("file", clip(str(file.path), 400)),
         ("name", clip(file.name)),
-        ("architecture", f"{file.architecture}, {head.n_layer} layer, hidden size {head.n_embd}, {head.n_head} heads"),
+        ("architecture", f"{file.architecture}, {layers}, hidden size {head.n_embd}, {head.n_head} heads"),
         ("parameters", f"{_count(facts['n_params'])}, {_bytes(file.size)} as {facts['quantization']}"),
         ("made for", f"{made_for}hidden size {head.target.n_embd}, {n_vocab} tokens"),
         ("reads", "its states after " + ", ".join(map(str, head.taps)) + " layers" if head.taps else "its last states"),

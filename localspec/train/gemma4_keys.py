@@ -47,25 +47,27 @@ class TargetKeys(nn.Module):
         if gguf.arch("rope.scaling.factor", 0.0) or str(gguf.arch("rope.scaling.type", "none")) != "none":
             raise TrainError(f"{target.path} scales its rope, which an MTP assistant can't be trained for yet")
         self.eps = eps
-        self.heads, self.rotations = {}, {}
+        self.heads: dict[bool, tuple[int, int]] = {}
+        self.rotations: dict[bool, Rotation] = {}
+        self.stored: dict[bool, list[str]] = {kind: [] for kind in KINDS}
         for kind, layer in zip(KINDS, layers_read(gguf)):
             names = {"norm": "attn_norm", "k": "attn_k", "k_norm": "attn_k_norm", "v": "attn_v"}
             for name, stored in names.items():
                 full = f"blk.{layer}.{stored}.weight"
                 if name == "v" and full not in gguf.tensors:
                     continue  # keys serve as values
+                self.stored[kind].append(name)
                 self.register_buffer(f"{name}_{kind}", target.tensor(full), persistent=False)
             self.heads[kind] = (gguf.n_head_kv[layer], head_sizes(gguf, kind)[0])
             self.rotations[kind] = Rotation(target, kind)
 
     def forward(self, kind: bool, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(keys, values), each [N, kv, d], of the states x [N, H] that went into the layer."""
-        w = {name: getattr(self, f"{name}_{kind}", None) for name in ("norm", "k", "k_norm", "v")}
-        low = {name: None if value is None else value.to(x.dtype) for name, value in w.items()}
+        low = {name: self.get_buffer(f"{name}_{kind}").to(x.dtype) for name in self.stored[kind]}
         y = F.rms_norm(x, (x.shape[-1],), low["norm"], self.eps)
         n_kv, size = self.heads[kind]
         raw = F.linear(y, low["k"]).view(-1, n_kv, size)
-        v = raw if low["v"] is None else F.linear(y, low["v"]).view(-1, n_kv, size)
+        v = F.linear(y, low["v"]).view(-1, n_kv, size) if "v" in low else raw
         k = self.rotations[kind](F.rms_norm(raw, (size,), low["k_norm"], self.eps), positions)
         return k, F.rms_norm(v, (size,), None, self.eps)
 

@@ -1,9 +1,10 @@
 """MTP assistant for Gemma 4, as llama.cpp runs it, and its training-time test.
 
 A few thin layers with queries only: the windowed ones look at the keys and values of the target's last windowed layer,
-the full one at those of its last full layer. With tokens 0 to P + 1 known and the target's state h[P] (after its last norm),
-(token[P+1], h[P]) goes in and token[P+2] is predicted. What comes out of the last norm, widened to the target's width, is the
-state of the next step. Every step asks from position P + 1 and sees the keys 0 to P: no drafted token has a key.
+the full one at those of its last full layer. With tokens 0 to P + 1 known and the target's state h[P] (after its last
+norm), (token[P+1], h[P]) goes in and token[P+2] is predicted. What comes out of the last norm, widened to the target's
+width, is the state of the next step. Every step asks from position P + 1 and sees the keys 0 to P: no drafted token has a
+key.
 
     step   in: token, state       asks from   sees    predicts
     0      t5,  h4 of the target  5           0..4    t6
@@ -81,6 +82,9 @@ class Model(nn.Module):
     Settings: ClassVar[Any] = Settings
 
     embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    keys: TargetKeys
 
     def __init__(self, shape: SpeculatorConfig, settings: Settings):
         super().__init__()
@@ -93,9 +97,9 @@ class Model(nn.Module):
         }  # fmt: skip
         for i, kind in enumerate(self.windowed):
             q = shape.n_head * sizes[kind]
-            own = {"attn_norm": (e,), "q": (q, e), "q_norm": (sizes[kind],), "o": (e, q), "attn_post": (e,), "ffn_norm": (e,),
-                   "gate": (shape.n_ff, e), "up": (shape.n_ff, e), "down": (e, shape.n_ff), "ffn_post": (e,),
-                   "scale": (1,)}  # fmt: skip
+            own: dict[str, tuple[int, ...]] = {name: (e,) for name in ("attn_norm", "attn_post", "ffn_norm", "ffn_post")}
+            own |= {"q": (q, e), "q_norm": (sizes[kind],), "o": (e, q), "scale": (1,)}
+            own |= {"gate": (shape.n_ff, e), "up": (shape.n_ff, e), "down": (e, shape.n_ff)}
             shapes |= {f"{name}_{i}": size for name, size in own.items()}
         for name, size in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(size) if len(size) > 1 else torch.ones(size)))
