@@ -107,6 +107,8 @@ def measure(
     config = source.config(theirs)
     method = methods.find(config.method)
     texts = from_shards(data, theirs) if data is not None else written_here(target, config.taps)
+    if data is not None and getattr(method, "EXACT_STATES", False):
+        texts = read_again(target, config.taps, texts)
     depth = max(1, min(config.depth, 4))
     errors: list[float] = []
     same: list[bool] = []
@@ -178,6 +180,19 @@ def from_shards(folder: Path, target: GGUFFile) -> list[Text]:
         if n >= N_TOKENS:
             break
     return texts
+
+
+def read_again(target: Path, taps: Sequence[int], texts: Sequence[Text]) -> list[Text]:
+    """The texts with states as the target gives them, not as the shards keep them, which is rounded."""
+    native.use_kernels("auto")
+    with Model(target) as model:
+        n_ctx = max(len(text.tokens) for text in texts)
+        with TargetSession(model, SessionSettings(n_ctx, 1, n_threads=1, taps=tuple(taps))) as session:
+            found = []
+            for text in texts:
+                session.rollback(0, 0)
+                found.append(replace(_with_states(session, 0, text.tokens.tolist(), 0), said=text.said))
+    return found
 
 
 def written_here(target: Path, taps: Sequence[int]) -> list[Text]:

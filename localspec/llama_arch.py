@@ -53,6 +53,11 @@ LAYER_INPUTS = _names(
     """
 )
 
+# Graphs that give the state which a next-token (NextN, MTP) head reads (t_h_nextn in src/models/*.cpp), the recurrent ones
+# left out; and which of them have such a head's graph, for one inside the target's own file.
+NEXTN_HEADS = _names("cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 mimo2 step35")
+NEXTN_STATES = NEXTN_HEADS | {"gemma4"}
+
 # Every architecture that this version has a graph for (it knows the name "gptj", but has no graph).
 KNOWN = (
     _names(

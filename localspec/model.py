@@ -19,10 +19,14 @@ ALL_LAYERS = -1
 class Model:
     """The weights of one GGUF file inside llama.cpp. Raises ModelFileError where the file can't be used.
 
+    `with_heads` loads the next-token heads that lie in the file, too.
     The file is read by our own reader first (`gguf_file`), because llama.cpp aborts the process on some broken files.
     """
 
-    def __init__(self, path: str | os.PathLike[str], role: str = "target", n_gpu_layers: int = 0, use_mmap: bool = True):
+    def __init__(
+        self, path: str | os.PathLike[str], role: str = "target", n_gpu_layers: int = 0, use_mmap: bool = True,
+        with_heads: bool = False,
+    ):  # fmt: skip
         self.gguf = GGUFFile.open(path, role)
         require_model(self.gguf, role)
         self.path = Path(path)
@@ -31,6 +35,7 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if use_mmap else lib.LLAMA_LOAD_MODE_NONE
+        params.load_mtp = with_heads
         native.clear_log()
         self.handle = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.handle:

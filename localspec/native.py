@@ -226,8 +226,55 @@ def layer_input(context: Any, layer: int, n_rows: int, n_embd: int) -> np.ndarra
     address = ctypes.cast(_layer_input_function(1)(context, layer), ctypes.c_void_p).value
     if not address:
         raise NativeError("llama.cpp gave no layer input")
-    view = (ctypes.c_float * (n_rows * n_embd)).from_address(address)
-    return np.frombuffer(memoryview(view), np.float32).reshape(n_rows, n_embd)
+    return _rows_at(address, n_rows, n_embd)
+
+
+_NEXTN = (
+    "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+    "_Z26llama_get_embeddings_nextnP13llama_context",
+)
+
+
+def nextn_states() -> tuple[Any, Any] | None:
+    """llama.cpp's C++ functions that ask for and give the states that next-token heads read; None where this build does not
+    export them."""
+    try:
+        ask, give = (getattr(lib()._lib, name) for name in _NEXTN)
+    except AttributeError:
+        return None
+    ask.argtypes, ask.restype = [ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool], None
+    give.argtypes, give.restype = [ctypes.c_void_p], ctypes.POINTER(ctypes.c_float)
+    return ask, give
+
+
+def ask_nextn(context: Any, every_row: bool) -> None:
+    """Have every decode keep these states: of each row, or of those with logits. Raises NativeError."""
+    functions = nextn_states()
+    if functions is None:
+        raise NativeError("this build of llama.cpp does not give the states that next-token heads read")
+    functions[0](context, True, not every_row)
+
+
+def nextn_rows(context: Any, n_rows: int, n_embd: int) -> np.ndarray:
+    """f32[n_rows, n_embd] of the last decode, a view, in the order of the batch. Raises NativeError."""
+    functions = nextn_states()
+    address = ctypes.cast(functions[1](context), ctypes.c_void_p).value if functions else None
+    if not address:
+        raise NativeError("llama.cpp gave no states for a next-token head")
+    return _rows_at(address, n_rows, n_embd)
+
+
+def logits(context: Any, n_rows: int, n_vocab: int) -> np.ndarray:
+    """f32[n_rows, n_vocab] of the last decode, a view. Raises NativeError."""
+    address = ctypes.cast(lib().llama_get_logits(context), ctypes.c_void_p).value
+    if not address:
+        raise NativeError("llama.cpp gave no logits")
+    return _rows_at(address, n_rows, n_vocab)
+
+
+def _rows_at(address: int, n_rows: int, width: int) -> np.ndarray:
+    view = (ctypes.c_float * (n_rows * width)).from_address(address)
+    return np.frombuffer(memoryview(view), np.float32).reshape(n_rows, width)
 
 
 def eval_callback(wanted: Callable[[bytes], bool], take: Callable[[bytes, np.ndarray], None]) -> Any:

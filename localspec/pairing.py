@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localspec import llama_arch
+from localspec import gemma4, llama_arch
 from localspec.errors import PairingError
 from localspec.gguf_file import GGUFFile, TokenizerInfo
 from localspec.gguf_format import clip
@@ -17,7 +17,7 @@ from localspec.memory import MemoryNeed, memory_needed
 from localspec.speculator import JSON_KEY, SpeculatorConfig
 
 __all__ = ["MemoryNeed", "can_roll_back", "check_pair", "drafter_for", "is_dspark", "llama_spec_type",
-           "memory_needed"]  # fmt: skip
+           "memory_needed", "own_heads"]  # fmt: skip
 
 # Names that converters give to ids without a meaning, there to round a vocabulary up.
 _PADDING = re.compile(
@@ -79,6 +79,22 @@ def can_roll_back(gguf: GGUFFile) -> tuple[bool, str]:
     if arch in llama_arch.HYBRID:
         return False, f"{arch} is a hybrid with recurrent layers: their state can't be cut back"
     return True, "its cache can be cut back"
+
+
+def own_heads(gguf: GGUFFile) -> tuple[int, str]:
+    """(next-token heads in this file that can draft for it: 1, or 0; why not, as the end of a sentence about the file)."""
+    arch = gguf.architecture
+    n = gguf.get(f"{arch}.nextn_predict_layers", int, 0)
+    there = n > 0 and any(f"blk.{gguf.n_layer - n}.nextn.eh_proj." in name for name in gguf.tensors)
+    if arch in llama_arch.DRAFT_HEADS or not there:
+        return 0, "has no next-token head of its own"
+    if not can_roll_back(gguf)[0]:
+        return 0, f"has a next-token head, but {can_roll_back(gguf)[1]}"
+    if arch not in llama_arch.NEXTN_HEADS:
+        return 0, f"has a next-token head, which this llama.cpp has no graph for ({arch})"
+    if n > 1:
+        return 0, f"has {n} next-token heads, one for each drafted token; one that is used again and again is supported"
+    return 1, ""
 
 
 def _tokenizer_difference(target: TokenizerInfo, draft: TokenizerInfo, is_head: bool) -> str | None:
@@ -153,6 +169,10 @@ def _is_padding(tokenizer: TokenizerInfo, i: int) -> bool:
 
 def _head_misfit(target: GGUFFile, draft: GGUFFile) -> str | None:
     arch = draft.architecture
+    if arch == gemma4.ARCHITECTURE:
+        fault = gemma4.misfit(target, draft)
+        if fault is not None:
+            return fault
     hidden = draft.get(f"{arch}.target_hidden_size", int)
     if hidden is None and arch == "dflash":
         hidden = draft.n_embd  # DFlash works in the target's own width
@@ -168,7 +188,8 @@ def _head_misfit(target: GGUFFile, draft: GGUFFile) -> str | None:
         return f"it does not say which of the target's layers it reads ({arch}.target_layers)"
     if arch in _HEAD_EXTRACTS and len(taps) != _HEAD_EXTRACTS[arch]:
         return f"it reads {len(taps)} of the target's layers where {arch} reads {_HEAD_EXTRACTS[arch]}"
-    beyond = [i for i in taps if not 0 <= i <= target.n_layer]
+    last = target.n_layer + (arch == gemma4.ARCHITECTURE)  # it reads the state after the last norm, too
+    beyond = [i for i in taps if not 0 <= i <= last]
     if beyond:
         return f"it reads layer {beyond[0]}, the target has {target.n_layer}"
     table = draft.tensors.get("d2t")

@@ -3,6 +3,9 @@
 Two ways. Graphs that mark their layers' inputs hand them over through llama.cpp's own (unstable) interface, i < n_layer.
 Elsewhere, and after the last layer, the context's eval callback is asked for every node of the graph and copies the ones
 called ``l_out-<i - 1>``; that works on nearly every architecture, from i = 1 on.
+
+Beyond the last layer stands the state that a next-token (MTP) head reads, counted as tap n_layer + 1; llama.cpp gives it on
+graphs that were made for such heads, and on Gemma 4 it is the state after the last norm.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ def check_taps(taps: Sequence[int], model: Model) -> tuple[int, ...]:
     if len(wanted) != len(taps):
         raise UsageError(f"--taps {','.join(map(str, taps))}: one is named twice")
     for tap in wanted:
+        if tap == model.n_layer + 1 and _has_nextn(model):
+            continue
         if not 0 <= tap <= model.n_layer:
             raise UsageError(f"--taps {tap}: {model.path.name} has taps 0 (embeddings) to {model.n_layer}")
         if tap == 0 and not _by_input(model, 0):
@@ -47,6 +52,10 @@ def _by_input(model: Model, tap: int) -> bool:
     return tap < model.n_layer and model.gguf.architecture in llama_arch.LAYER_INPUTS and native.layer_inputs() is not None
 
 
+def _has_nextn(model: Model) -> bool:
+    return model.gguf.architecture in llama_arch.NEXTN_STATES and native.nextn_states() is not None
+
+
 class Taps:
     """The taps of one context. Make it before the context: `prepare` its parameters, then `attach` it."""
 
@@ -54,7 +63,8 @@ class Taps:
         self.taps = check_taps(taps, model)
         self._model = model
         self._by_input = [tap for tap in self.taps if _by_input(model, tap)]
-        self._by_name = {f"l_out-{tap - 1}".encode(): tap for tap in self.taps if tap not in self._by_input}
+        named = [tap for tap in self.taps if tap not in self._by_input and tap <= model.n_layer]
+        self._by_name = {f"l_out-{tap - 1}".encode(): tap for tap in named}
         self._rows = np.empty((n_batch, len(self.taps), model.n_embd), np.float32)
         self._pieces: dict[int, list[F32]] = {tap: [] for tap in self._by_name.values()}
         self._callback: Any = None
@@ -76,6 +86,8 @@ class Taps:
         self._handle = handle
         for tap in self._by_input:
             native.ask_layer_input(handle, tap)
+        if self._model.n_layer + 1 in self.taps:
+            native.ask_nextn(handle, every_row=True)
 
     def clear(self) -> None:
         """Forget what the last decode gave; before each decode."""
@@ -97,6 +109,9 @@ class Taps:
         for column, tap in enumerate(self.taps):
             if tap in self._by_input:
                 out[:, column] = native.layer_input(self._handle, tap, n, width)
+                continue
+            if tap > self._model.n_layer:
+                out[:, column] = native.nextn_rows(self._handle, n, width)
                 continue
             pieces = self._pieces[tap]
             if sum(map(len, pieces)) != n or any(piece.shape[1] != width for piece in pieces):

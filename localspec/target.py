@@ -162,13 +162,8 @@ class TargetSession:
         self._run(n)
         for seq, tokens in blocks:
             self.tokens[seq].extend(int(t) for t in tokens)
-        address = ctypes.cast(native.lib().llama_get_logits(self.handle), ctypes.c_void_p).value
-        if not address:
-            raise NativeError("llama.cpp gave no logits")
-        n_vocab = self.model.n_vocab
-        view = (ctypes.c_float * (n * n_vocab)).from_address(address)
         taps = None if self.taps is None else self.taps.read([(seq, len(tokens)) for seq, tokens in blocks])
-        return Rows(np.frombuffer(memoryview(view), np.float32).reshape(n, n_vocab), taps)
+        return Rows(native.logits(self.handle, n, self.model.n_vocab), taps)
 
     def prefill(
         self,

@@ -19,7 +19,7 @@ from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
-from localspec.pairing import can_roll_back, check_pair, drafter_for, is_dspark, llama_spec_type
+from localspec.pairing import can_roll_back, check_pair, drafter_for, is_dspark, llama_spec_type, own_heads
 from localspec.shipped import shipped_draft
 from localspec.speculator import SpeculatorConfig
 
@@ -114,8 +114,8 @@ class Report:
         theirs = ["-m", target]
         if self.draft is not None and self.uses_draft:
             ours += ["--draft", str(self.draft.path)]
-        elif pair.drafter is None:
-            ours += ["--spec-type", "none"]
+        elif pair.drafter in (None, "mtp"):
+            ours += ["--spec-type", pair.drafter or "none"]
         if pair.drafter is not None:
             ours += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
         if pair.llama_spec_type is not None:
@@ -179,6 +179,11 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
         alone = Pair(None, None, (*remarks, head), None)
     elif not able:
         alone = Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
+    n_own, no_head = own_heads(target)
+    if n_own:
+        alone = Pair("mtp", llama_spec_type("mtp", None), (*remarks, "by the next-token head in its own file"), None)
+    elif target.get(f"{target.architecture}.nextn_predict_layers", int, 0) and target.architecture not in DRAFT_HEADS:
+        alone = replace(alone, remarks=(*alone.remarks, f"it {no_head}"))
     if draft is None:
         return alone
     try:

@@ -17,7 +17,7 @@ from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.llama_arch import SPEC_TYPES
 from localspec.model import Model
-from localspec.pairing import drafter_for
+from localspec.pairing import drafter_for, own_heads
 from localspec.shipped import shipped_draft
 from localspec.target import TargetSession
 
@@ -103,7 +103,8 @@ def open_target(
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
-    model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap)
+    own_head = drafter == "mtp" and draft is not None and draft.draft_path is None
+    model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap, with_heads=own_head)
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
     return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
 
@@ -119,7 +120,7 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
         raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
     if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
-    if name not in ("none", "ngram") and not draft:
+    if name not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
         raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
     return name
 
@@ -134,8 +135,9 @@ def open_engine(choice: ModelChoice) -> Loaded:
     name = drafter_name(choice, draft)
     target = target_path(choice)
     if choice.spec_type == "auto" and draft is None and choice.n_max > 0:
-        draft = shipped_draft(GGUFFile.open(target, "target"))
-        name = drafter_name(choice, draft)
+        gguf = GGUFFile.open(target, "target")
+        draft = shipped_draft(gguf)
+        name = "mtp" if draft is None and own_heads(gguf)[0] else drafter_name(choice, draft)
     with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name)
     if interrupted():

@@ -64,7 +64,7 @@ draft_options = _stack(
     option("Speculation", "-hfd", "hfd", metavar="USER/REPO[:QUANT]", help="The draft, from the Hugging Face Hub."),
     option("Machine", "-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers, metavar="N|all",
            help="Layers of the draft on the GPU."),
-    option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|eagle3|dflash",
+    option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|eagle3|dflash|mtp",
            help="How to draft. auto: by the draft's architecture; without one the draft that comes with localspec for the "
                 "default model, ngram for others."),
     option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), metavar="N",

@@ -53,7 +53,8 @@ def about_target(gguf: GGUFFile, taps: Sequence[int] | None, found: Findings) ->
         found.warnings.append(f"nothing can be won: {why}, so refused drafts could not be taken back")
     if taps is None:
         return
-    if taps and max(taps) > gguf.n_layer:
+    beyond = gguf.architecture in llama_arch.NEXTN_STATES  # the state that a next-token head reads
+    if taps and max(taps) > gguf.n_layer + beyond:
         found.warnings.append(f"tap {max(taps)} does not exist: the target has taps 0 to {gguf.n_layer}")
     direct = gguf.architecture in llama_arch.LAYER_INPUTS
     how = "by llama.cpp's own interface" if direct else "through the graph's eval callback"
