@@ -20,6 +20,8 @@ import numpy.typing as npt
 from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
 from localspec.convert.methods import Reading, Text
 from localspec.convert.output import dequantised
+from localspec.convert.speculators import described, vocabulary
+from localspec.errors import UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig, TargetIdentity
 
@@ -275,6 +277,45 @@ def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
 
 
 # -- its two readings ------------------------------------------------------------------------------------------------------
+
+
+def speculators_of(
+    config: SpeculatorConfig, values: dict[str, np.ndarray], target: GGUFFile | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """As methods.Method says."""
+    return speculators_form(config, values, target, "DFlash", {}, {})
+
+
+def speculators_form(
+    config: SpeculatorConfig, values: dict[str, np.ndarray], target: GGUFFile | None, title: str, more: Mapping[str, str],
+    own: Mapping[str, Any],
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:  # fmt: skip
+    """(tensors, config.json) of a draft with this backbone; `more` names the tensors of its own, `own` its settings."""
+    values = dict(values)
+    if "output.weight" not in values:
+        if target is None:
+            raise UsageError("this draft has no head of its own: give its target as --target FILE, whose head it uses")
+        values["output.weight"] = dequantised(target, head_name(target))[: config.target.n_vocab]
+    names = {f"blk.{i}.{b}": f"layers.{i}.{a}" for i in range(config.n_layer) for a, b in _LAYER.items()}
+    names |= {b: a for a, b in _OUTER.items()} | dict(more)
+    names |= {"output.weight": "lm_head.weight", "token_embd.weight": "embed_tokens.weight"}
+    tensors = vocabulary(values.pop("d2t"), config.target.n_vocab) if "d2t" in values else {}
+    unknown = sorted(values.keys() - names.keys())
+    if unknown:
+        raise UsageError(f"this draft has the tensor {unknown[0]}, for which {title} in speculators has no place")
+    tensors |= {names[name]: value for name, value in values.items()}
+    layer: dict[str, Any] = {"model_type": "qwen3"}
+    if config.window:
+        pattern = config.extra.get("attention.sliding_window_pattern") or [1] * config.n_layer
+        assert isinstance(pattern, list)
+        kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+        layer |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+    said: dict[str, Any] = {
+        "target_hidden_size": config.target.n_embd, "aux_hidden_state_layer_ids": list(config.taps),
+        "block_size": config.extra["block_size"], "mask_token_id": config.extra["mask_token_id"],
+        "sample_from_anchor": False, "sliding_window_non_causal": not config.extra.get("attention.causal", False), **own,
+    }  # fmt: skip
+    return tensors, described(config, f"{title}Speculator", said, layer)
 
 
 def trained(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> Reading:

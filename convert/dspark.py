@@ -19,8 +19,8 @@ from localspec.convert.dflash import MAIN_TENSOR, trained, written
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
 
-__all__ = ["MAIN_TENSOR", "METHOD", "TITLE", "extra_keys", "foreign_config", "kind_of", "recognises", "tensors_of",
-           "trained", "written"]  # fmt: skip
+__all__ = ["MAIN_TENSOR", "METHOD", "TITLE", "extra_keys", "foreign_config", "kind_of", "recognises", "speculators_of",
+           "tensors_of", "trained", "written"]  # fmt: skip
 
 METHOD = "dspark"
 TITLE = "DSpark"
@@ -81,3 +81,18 @@ def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
     """DFlash's keys, and whether there is a confidence head: llama.cpp must know."""
     own = {key: bool(config.extra.get(key, True)) for key in ("sample_from_anchor", "has_confidence_head")}
     return dflash.extra_keys(config, target) | {f"{config.arch}.{key}": value for key, value in own.items()}
+
+
+def speculators_of(
+    config: SpeculatorConfig, values: dict[str, np.ndarray], target: GGUFFile | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """As methods.Method says."""
+    sure = bool(config.extra.get("has_confidence_head", True))
+    names = {"markov_w1.weight": _FIRST, "markov_w2.weight": _SECOND}
+    names |= {"conf_proj.weight": _SURE, "conf_proj.bias": _SURE_BIAS}
+    own = {
+        "sample_from_anchor": bool(config.extra.get("sample_from_anchor", True)),
+        "markov_rank": values["markov_w1.weight"].shape[-1], "markov_head_type": "vanilla",
+        "enable_confidence_head": sure, "confidence_head_with_markov": sure,
+    }  # fmt: skip
+    return dflash.speculators_form(config, values, target, "DSpark", names, own)

@@ -73,9 +73,11 @@ def export(
         config = SpeculatorConfig.from_gguf(draft)
         method = methods.find(config.method)
         values = {name: _values(draft, name) for name in draft.tensors}
-    tensors, described = method.speculators_of(config, values, gguf)
-    described["speculators_config"]["verifier"]["name_or_path"] = verifier
-    _write(output, tensors, described, config if config.target.n_layer else None)
+    if not hasattr(method, "speculators_of"):
+        raise UsageError(f"{source}: vLLM's speculators has no place for a {method.TITLE} draft")
+    tensors, said = method.speculators_of(config, values, gguf)
+    said["speculators_config"]["verifier"]["name_or_path"] = verifier
+    _write(output, tensors, said, config if config.target.n_layer else None)
     return Exported(output, config, method.TITLE, (output / WEIGHTS).stat().st_size)
 
 

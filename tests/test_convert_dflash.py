@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from localspec.convert import dflash as converter
 from localspec.convert import parity
@@ -409,3 +409,21 @@ def test_the_command(cli: Cli, target: Path, tmp_path: Path) -> None:
     broken = checkpoint(tmp_path / "broken", config_for(target, "dspark", draft_vocab=0))
     refused = cli("convert", broken, "-o", tmp_path / "e.gguf", "--target", tmp_path / "nowhere.gguf")
     assert (refused.rc, len(refused.stderr.strip().splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_there_and_back_through_speculators(target: Path, tmp_path: Path, method: str) -> None:
+    from localspec.convert.speculators import export
+
+    source = checkpoint(tmp_path / "c", config_for(target, method))
+    file = convert(source, target, tmp_path / "d.gguf", "f32").path
+    for given, name in ((file, "from_file"), (source, "from_checkpoint")):
+        done = export(given, tmp_path / name, target)
+        before, after = load_file(source / "model.safetensors"), load_file(done.path / "model.safetensors")
+        assert before.keys() - {"t2d"} == after.keys() - {"t2d"}
+        assert all(np.array_equal(before[n], after[n]) for n in before.keys() & after.keys())
+        said = json.loads((done.path / "config.json").read_text())
+        assert (said["block_size"], said["sample_from_anchor"]) == (8, method == "dspark")
+        assert said["transformer_layer_config"]["model_type"] == "qwen3"
+    back = convert(tmp_path / "from_file", target, tmp_path / "again.gguf", "f32").path
+    assert back.read_bytes() == file.read_bytes()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from localspec import __version__
+from localspec.convert.speculators import described
 from localspec.data.shards import Sample
 from localspec.errors import TrainError
 from localspec.speculator import SpeculatorConfig
@@ -199,20 +200,6 @@ def speculators_config(
 ) -> dict[str, Any]:
     """config.json of a draft as vLLM's speculators (0.9) reads it, with what is a method's `own`. That package loads a draft
     only together with its target's Hugging Face files, the `verifier`; a GGUF doesn't say where those are."""
-    common: dict[str, Any] = {
-        "vocab_size": shape.target.n_vocab, "hidden_size": shape.n_embd, "intermediate_size": shape.n_ff,
-        "num_hidden_layers": shape.n_layer, "num_attention_heads": shape.n_head, "num_key_value_heads": shape.n_head_kv,
-        "head_dim": shape.head_dim, "hidden_act": "silu", "max_position_embeddings": shape.n_ctx_train,
-        "rms_norm_eps": shape.rms_eps, "attention_bias": False, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base}, "rope_theta": shape.rope_base,
-    }  # fmt: skip
-    return {
-        "architectures": [architecture], "speculators_model_type": shape.method, "speculators_version": "0.9.0",
-        "draft_vocab_size": shape.draft_vocab or shape.target.n_vocab, "target_hidden_size": shape.target.n_embd,
-        "transformer_layer_config": {**common, **layer}, "torch_dtype": "float32", **own,
-        "speculators_config": {
-            "algorithm": shape.method, "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.depth}],
-            "verifier": {"name_or_path": verifier or None, "architectures": []},
-        },
-    }  # fmt: skip
+    said = described(shape, architecture, {"target_hidden_size": shape.target.n_embd, **own}, layer)
+    said["speculators_config"]["verifier"]["name_or_path"] = verifier or None
+    return said
