@@ -30,6 +30,52 @@ inline __attribute__((always_inline)) float fast_exp(float x) {
     return p * scale;
 }
 
+// 16 floats; the compiler cuts them into what the instruction set has.
+typedef float Lanes __attribute__((vector_size(64)));
+
+inline __attribute__((always_inline)) Lanes lanes_at(const float *p) {
+    Lanes v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// The scores of H queries with one block of keys: as many sums at once as hide the time that each takes.
+template <int H>
+inline __attribute__((always_inline)) void score_block(const float *q, int64_t size, const float *block, float scale, float *out,
+                                                       int64_t stride) {
+    Lanes sums[H] = {};
+    for (int64_t d = 0; d < size; d++) {
+        const Lanes key = lanes_at(block + d * kKeyBlock);
+#pragma GCC unroll 8
+        for (int h = 0; h < H; h++) sums[h] += q[h * size + d] * key;
+    }
+    for (int h = 0; h < H; h++) {
+        const Lanes scaled = sums[h] * scale;
+        std::memcpy(out + h * stride, &scaled, sizeof scaled);
+    }
+}
+
+// kPart dimensions of the weighted sum of n values, for H rows of weights.
+constexpr int64_t kPart = 32;
+
+template <int H>
+inline __attribute__((always_inline)) void weigh_part(const float *weights, int64_t stride, const float *values, int64_t n,
+                                                      int64_t size, float *out) {
+    Lanes low[H] = {}, high[H] = {};
+    for (int64_t i = 0; i < n; i++) {
+        const Lanes a = lanes_at(values + i * size), b = lanes_at(values + i * size + 16);
+#pragma GCC unroll 8
+        for (int h = 0; h < H; h++) {
+            low[h] += weights[h * stride + i] * a;
+            high[h] += weights[h * stride + i] * b;
+        }
+    }
+    for (int h = 0; h < H; h++) {
+        std::memcpy(out + h * size, &low[h], sizeof low[h]);
+        std::memcpy(out + h * size + 16, &high[h], sizeof high[h]);
+    }
+}
+
 // Sums run in lanes, so that the compiler may use vectors without reordering anything.
 constexpr int64_t kLanes = 32;
 
@@ -120,34 +166,11 @@ LS_CLONES void scores(const float *q, int64_t heads, int64_t size, const float *
     const int64_t b0 = first / kKeyBlock, b1 = (last + kKeyBlock - 1) / kKeyBlock, skip = first % kKeyBlock;
     for (int64_t b = b0; b < b1; b++) {
         const float *const block = keys + b * size * kKeyBlock;
+        float *const to = out + (b - b0) * kKeyBlock;
         int64_t h = 0;
-        for (; h + 3 <= heads; h += 3) {
-            float s0[kKeyBlock] = {}, s1[kKeyBlock] = {}, s2[kKeyBlock] = {};
-            const float *const q0 = q + h * size, *const q1 = q0 + size, *const q2 = q1 + size;
-            for (int64_t d = 0; d < size; d++) {
-                const float *const k = block + d * kKeyBlock;
-                for (int64_t i = 0; i < kKeyBlock; i++) {
-                    s0[i] += q0[d] * k[i];
-                    s1[i] += q1[d] * k[i];
-                    s2[i] += q2[d] * k[i];
-                }
-            }
-            float *const o = out + h * stride + (b - b0) * kKeyBlock;
-            for (int64_t i = 0; i < kKeyBlock; i++) {
-                o[i] = s0[i] * scale;
-                o[stride + i] = s1[i] * scale;
-                o[2 * stride + i] = s2[i] * scale;
-            }
-        }
-        for (; h < heads; h++) {
-            float s[kKeyBlock] = {};
-            for (int64_t d = 0; d < size; d++) {
-                const float *const k = block + d * kKeyBlock;
-                for (int64_t i = 0; i < kKeyBlock; i++) s[i] += q[h * size + d] * k[i];
-            }
-            float *const o = out + h * stride + (b - b0) * kKeyBlock;
-            for (int64_t i = 0; i < kKeyBlock; i++) o[i] = s[i] * scale;
-        }
+        for (; h + 6 <= heads; h += 6) score_block<6>(q + h * size, size, block, scale, to + h * stride, stride);
+        for (; h + 3 <= heads; h += 3) score_block<3>(q + h * size, size, block, scale, to + h * stride, stride);
+        for (; h < heads; h++) score_block<1>(q + h * size, size, block, scale, to + h * stride, stride);
     }
     if (skip)
         for (int64_t h = 0; h < heads; h++)
@@ -174,21 +197,17 @@ LS_CLONES void softmax(float *x, int64_t n) {
 
 LS_CLONES void weigh(const float *weights, int64_t stride, int64_t heads, const float *values, int64_t n, int64_t size,
                      float *out) {
-    constexpr int64_t kPart = 64;
-    for (int64_t h = 0; h < heads; h++) {
-        const float *const w = weights + h * stride;
-        int64_t d = 0;
-        for (; d + kPart <= size; d += kPart) {
-            float sum[kPart] = {};
-            for (int64_t i = 0; i < n; i++) {
-                const float *const v = values + i * size + d;
-                for (int64_t j = 0; j < kPart; j++) sum[j] += w[i] * v[j];
-            }
-            for (int64_t j = 0; j < kPart; j++) out[h * size + d + j] = sum[j];
-        }
-        for (; d < size; d++) {
+    int64_t d = 0;
+    for (; d + kPart <= size; d += kPart) {
+        int64_t h = 0;
+        for (; h + 3 <= heads; h += 3)
+            weigh_part<3>(weights + h * stride, stride, values + d, n, size, out + h * size + d);
+        for (; h < heads; h++) weigh_part<1>(weights + h * stride, stride, values + d, n, size, out + h * size + d);
+    }
+    for (; d < size; d++) {
+        for (int64_t h = 0; h < heads; h++) {
             float sum = 0;
-            for (int64_t i = 0; i < n; i++) sum += w[i] * values[i * size + d];
+            for (int64_t i = 0; i < n; i++) sum += weights[h * stride + i] * values[i * size + d];
             out[h * size + d] = sum;
         }
     }
