@@ -56,7 +56,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     path = tmp_path_factory.mktemp("gemma4") / "target.gguf"
     model, _ = tiny_gemma4.make(path)
     with Model(path) as written:
-        said = [written.tokenizer.encode(tiny_gemma4.as_text(*pair)) for pair in tiny_gemma4.documentation(3000)]
+        said = [written.tokenizer.encode(tiny_gemma4.as_text(*pair)) for pair in tiny_gemma4.documentation(2000)]
     return Target(path, model, said)
 
 
@@ -108,16 +108,17 @@ def test_the_tiny_target_is_what_llama_cpp_computes_taps_included(target: Target
     text = target.texts[0][:120]
     with Model(target.path) as model, TargetSession(model, SessionSettings(256, 1, n_threads=1, taps=TAPS)) as session:
         rows = session.decode([(0, text)])
+        assert rows.taps is not None
+        decoded, tapped = rows.logits.copy(), rows.taps.copy()  # views, valid until the next call
         read = [np.empty((0, 3, 64), np.float32)]
         session.rollback(0, 0)
         session.prefill(0, text, tapped=lambda _first, piece: read.append(piece.copy()))
         with torch.no_grad():
             logits, states, inputs = target.torch(torch.tensor([text]))
-        assert rows.taps is not None
-        for got, want in ((rows.logits, logits), (rows.taps[:, 0], inputs[2]), (rows.taps[:, 2], states)):
+        for got, want in ((decoded, logits), (tapped[:, 0], inputs[2]), (tapped[:, 2], states)):
             np.testing.assert_allclose(got, want[0].numpy(), rtol=0, atol=0.02 * float(want.abs().max()))
         # a prompt's rows have no logits, but all states
-        np.testing.assert_allclose(np.concatenate(read), rows.taps, rtol=0, atol=1e-4 * float(np.abs(rows.taps).max()))
+        np.testing.assert_allclose(np.concatenate(read), tapped, rtol=0, atol=0.01 * float(np.abs(tapped).max()))
 
 
 def test_the_state_of_heads_is_read_in_the_order_of_the_batch(target: Target) -> None:
@@ -184,7 +185,7 @@ def test_a_drafter_that_followed_a_text_drafts_like_one_that_just_read_it(
     with Model(path, with_heads=own_file) as model:
         shape = SessionSettings(128, 1, n_threads=1, taps=taps("mtp", model.gguf, settings))
         said = []
-        prompt = target.texts[0][:20]
+        prompt = list(range(10, 30))
         for fresh in (False, True):
             with TargetSession(model, shape) as session:
                 drafter = load("mtp", session, settings)
@@ -218,15 +219,15 @@ def test_a_draft_stops_where_it_is_not_sure(target: Target, random_draft: Path) 
 
 
 def test_from_data_to_drafting(cli: Callable[..., Any], target: Target, tmp_path: Path) -> None:
-    asked = [pair[0] for pair in tiny_gemma4.documentation(3000)]
+    asked = [pair[0] for pair in tiny_gemma4.documentation(2000)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": before + a}) + "\n" for a in asked for before in ("", "Say more. ")))
     files = ["-m", target.path, "-t", 1]
-    made = cli("data", *files, "-o", "data", "-f", prompts, "--taps", "2,3,7", "--states", "q8", "--answers", 8,
+    made = cli("data", *files, "-o", "data", "-f", prompts, "--taps", "2,3,7", "--states", "q8", "--answers", 6,
                "--temp", 0.5, "--max-tokens", 80, "-np", 8, "-c", 256, "--teacher-k", 16)  # fmt: skip
     assert made.rc == 0, made.stderr
-    run = cli("train", "mtp", "-m", target.path, "--data", "data", "-o", "run", "--steps", 70, "--batch-tokens", 2048,
-              "--threads", 1, "--held-out", 0.2, "--dtype", "fp32", "--lr", 0.004)  # fmt: skip
+    run = cli("train", "mtp", "-m", target.path, "--data", "data", "-o", "run", "--steps", 80, "--batch-tokens", 512,
+              "--threads", 1, "--held-out", 0.2, "--dtype", "fp32", "--lr", 0.02)  # fmt: skip
     assert run.rc == 0, run.stderr
     assert "does not exist" not in run.stderr
     done = cli("convert", "run/best", "-m", target.path, "-o", "draft.gguf", "--quant", "f16", "--data", "data")
@@ -243,7 +244,7 @@ def test_from_data_to_drafting(cli: Callable[..., Any], target: Target, tmp_path
         drafted, stats = write(model, draft, 3, prompts_now)
     assert drafted == plain
     assert stats.acceptance is not None
-    assert stats.acceptance_by_position[0] > 0.2  # chance: less than 0.03, which is how often its favourite token comes
+    assert stats.acceptance_by_position[0] > 0.3  # chance: less than 0.03, which is how often its favourite token comes
     assert stats.tokens_per_verify > 1.25
 
 

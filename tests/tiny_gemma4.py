@@ -288,7 +288,7 @@ def pretrain(model: TinyGemma4, tokens: Sequence[int], seconds: float, steps: in
 
 
 def make(
-    path: Path, n_chars: int = 3000, n_merges: int = 125, steps: int = 150, seconds: float = 1e9, shape: Shape = Shape(),
+    path: Path, n_chars: int = 2000, n_merges: int = 125, steps: int = 110, seconds: float = 1e9, shape: Shape = Shape(),
     package: str = "asyncio",
 ) -> tuple[TinyGemma4, float]:  # fmt: skip
     """Write a pretrained model to `path`; returns it with its last loss. So little text is soon known by heart, so that
