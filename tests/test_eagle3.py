@@ -298,15 +298,12 @@ def test_drafts_what_the_head_says(model: Model, head: Path, k: int) -> None:
 
 
 def test_pauses_leave_no_gap(model: Model, head: Path) -> None:
-    class Sometimes:
-        n_max = 3
+    class Sometimes(FixedBlock):
         step = 0
 
-        def choose(self) -> int:
+        def choose(self, looks: Any) -> list[int]:
             self.step += 1
-            return 3 if self.step % 4 == 0 else 0
-
-        def record(self, *_: object) -> None: ...
+            return super().choose(looks) if self.step % 4 == 0 else [0] * len(looks)
 
     session, watched = pair(model, head)
     with session:

@@ -22,14 +22,20 @@ from localspec.pairing import check_pair
 from localspec.speculator import SpeculatorConfig
 from localspec.target import Rows, TargetSession
 
+#: rows that may wait; more are taken in at once
+_MOST_WAITING = 64
+
 
 class Known:
-    """What was read of the text in one slot: `tokens` are those of its rows and the one behind the last of them."""
+    """What was read of the text in one slot: `tokens` are those of its rows and the one behind the last of them. `waiting`:
+    rows after those f32[n, T, H], piece by piece, of the text `of`, which nobody has needed yet."""
 
-    __slots__ = ("tokens",)
+    __slots__ = ("of", "tokens", "waiting")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.of: Sequence | None = None
+        self.waiting: list[F32] = []
 
     @property
     def n_rows(self) -> int:
@@ -82,6 +88,7 @@ class TapDrafter(ABC, Generic[KnownT]):
 
     def keep(self, seq: Sequence) -> int:
         known = self._slots[seq.slot]
+        self._take_waiting(known)
         common = 0
         for ours, theirs in zip(known.tokens, seq.tokens):
             if ours != theirs:
@@ -91,10 +98,13 @@ class TapDrafter(ABC, Generic[KnownT]):
         return known.n_rows
 
     def read(self, seq: Sequence, first: int, taps: F32) -> None:
-        self._add(self._slots[seq.slot], seq, first, taps)
+        known = self._slots[seq.slot]
+        self._take_waiting(known)
+        self._add(known, seq, first, taps)
 
     def begin(self, seq: Sequence) -> None:
         known = self._slots[seq.slot]
+        self._take_waiting(known)
         known.cut(len(seq.tokens) - 1)
         # Where rows that were kept are all there are, nothing was read, and the token behind them may be another one.
         known.tokens[known.n_rows :] = seq.tokens[known.n_rows : known.n_rows + 1]
@@ -102,10 +112,25 @@ class TapDrafter(ABC, Generic[KnownT]):
     def commit(self, seq: Sequence, rows: Rows) -> None:
         if rows.taps is None:
             raise LocalspecError(f"a draft of the kind {self.name} needs a session that reads its taps")
-        self._add(self._slots[seq.slot], seq, len(seq.tokens) - 1 - len(rows.taps), rows.taps)
+        # While nothing is drafted, which the controller may decide for long, rows are kept as they are: many at once cost
+        # less than one by one, and plain decoding pays nothing for a draft that it does not use.
+        known = self._slots[seq.slot]
+        known.of = seq
+        known.waiting.append(rows.taps.copy())
+        if sum(map(len, known.waiting)) >= _MOST_WAITING:
+            self._take_waiting(known)
+
+    def _take_waiting(self, known: KnownT) -> None:
+        if known.of is None or not known.waiting:
+            return
+        taps = known.waiting[0] if len(known.waiting) == 1 else np.concatenate(known.waiting)
+        known.waiting = []
+        self._add(known, known.of, known.n_rows, taps)
 
     def rewind(self, seq: Sequence, n_keep: int) -> None:
-        self._slots[seq.slot].cut(max(0, n_keep - 1))
+        known = self._slots[seq.slot]
+        self._take_waiting(known)
+        known.cut(max(0, n_keep - 1))
 
     def _add(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:
         """Rows `first` ... of the target, each followed by its token in `seq.tokens`."""
@@ -123,6 +148,8 @@ class TapDrafter(ABC, Generic[KnownT]):
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
+        for seq in seqs:
+            self._take_waiting(self._slots[seq.slot])
         drafts = [Draft.empty() for _ in seqs]
         wanted = [self._most(k) for k in ks]
         ready = [i for i, (seq, k) in enumerate(zip(seqs, wanted)) if k > 0 and self._is_ready(seq)]
