@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from localspec.convert.eagle3 import pairs_from_halves
 from localspec.convert.output import check_output, copied_keys, partial, stored_rows, write_gguf
+from localspec.convert.rope_rows import pairs_from_halves
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile, require_model
 

@@ -16,8 +16,9 @@ from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, ow
 from localspec.convert.foreign import ROPE, rope_factors, rope_settings
 from localspec.convert.methods import Reading, Text
 from localspec.convert.output import dequantised
+from localspec.convert.rope_rows import halves_from_pairs, pairs_from_halves
 from localspec.convert.speculators import described, vocabulary
-from localspec.errors import ModelFileError, UsageError
+from localspec.errors import UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig, TargetIdentity
 
@@ -297,24 +298,6 @@ def speculators_of(
         "norm_before_fc": config.norm_before_fc, "eagle_aux_hidden_state_layer_ids": list(config.taps),
     }  # fmt: skip
     return tensors, described(config, "Eagle3Speculator", own, {})
-
-
-def pairs_from_halves(weight: np.ndarray, n_head: int) -> np.ndarray:
-    """Rows of q or k for rotations of neighbours (NORM), out of rows for rotations of halves (NEOX): within each head, row i
-    of the first half and row i of the second become neighbours."""
-    rows = weight.shape[0]
-    if rows % (2 * n_head):
-        raise ModelFileError(f"{rows} rows can't be {n_head} heads of an even size")
-    return np.ascontiguousarray(
-        weight.reshape(n_head, 2, rows // n_head // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
-
-
-def halves_from_pairs(weight: np.ndarray, n_head: int) -> np.ndarray:
-    """The way back."""
-    return np.ascontiguousarray(
-        weight.reshape(n_head, len(weight) // n_head // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
 
 
 def _own_embedding(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> np.ndarray | None:

@@ -85,8 +85,13 @@ def _is_number(value: Any) -> bool:
 
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The rope's settings under their newer names: ``rope_type``, ``rope_theta``, ``factor``, ..."""
-    said = dict(layer.get("rope_scaling") or {}) | dict(layer.get("rope_parameters") or {})
-    said.setdefault("rope_type", said.pop("type", None) or "default")
+    older, newer = dict(layer.get("rope_scaling") or {}), dict(layer.get("rope_parameters") or {})
+    for given in (older, newer):
+        short = given.pop("type", None)
+        given["rope_type"] = given.get("rope_type") or short or "default"
+    said = older | newer
+    if newer["rope_type"] == "default":  # where they contradict each other, the one that stretches is meant
+        said["rope_type"] = older["rope_type"]
     if isinstance(layer.get("rope_theta"), int | float):
         said.setdefault("rope_theta", layer["rope_theta"])
     if "partial_rotary_factor" in layer:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint
-from localspec.convert.eagle3 import pairs_from_halves
 from localspec.convert.methods import Reading, Text
+from localspec.convert.rope_rows import pairs_from_halves
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model

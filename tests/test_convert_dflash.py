@@ -315,7 +315,7 @@ def rows_permuted(patch: pytest.MonkeyPatch) -> None:
     tensors = converter.backbone_tensors
 
     def mixed(source: Any, config: SpeculatorConfig, *rest: Any) -> dict[str, np.ndarray]:
-        from localspec.convert.eagle3 import pairs_from_halves
+        from localspec.convert.rope_rows import pairs_from_halves
 
         out = tensors(source, config, *rest)
         return out | {n: pairs_from_halves(out[n], config.n_head) for n in out if n.endswith("attn_q.weight")}

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from localspec.convert.draft import convert
-from localspec.convert.eagle3 import halves_from_pairs, pairs_from_halves
 from localspec.convert.output import dequantised, write_gguf
+from localspec.convert.rope_rows import halves_from_pairs, pairs_from_halves
 from localspec.convert.speculators import export
 from localspec.errors import ModelFileError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile

@@ -14,7 +14,7 @@ import localspec.train  # noqa: F401 (before torch: it sets how OpenMP waits)
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install localspec[train]")
 
-from localspec.convert.eagle3 import pairs_from_halves  # noqa: E402
+from localspec.convert.rope_rows import pairs_from_halves  # noqa: E402
 from localspec.data.shards import Sample, Shards  # noqa: E402
 from localspec.errors import TrainError  # noqa: E402
 from localspec.gguf_file import GGUFFile  # noqa: E402

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from localspec.convert.rope_rows import pairs_from_halves
 from localspec.convert.targets.config import Config, Plan, Tensor
 from localspec.convert.targets.decoder import Decoder
 from localspec.convert.weights import Weights
@@ -35,10 +34,4 @@ def _rotated(tensor: Tensor, decoder: Decoder) -> Tensor:
     heads = {"attn_q": decoder.n_head, "attn_k": decoder.n_head_kv}.get(tensor.name.split(".")[2])
     if heads is None:
         return tensor
-    return Tensor(tensor.name, tensor.source, tensor.shape, lambda values: interleaved(values, heads))
-
-
-def interleaved(values: np.ndarray, n_head: int) -> np.ndarray:
-    """Rows [n_head * d, ...] whose rope turns rows i and i + d/2 of a head, in the order in which it turns neighbours."""
-    halves = values.reshape(n_head, 2, -1, *values.shape[1:])  # [head, half, i, ...]
-    return halves.swapaxes(1, 2).reshape(values.shape)  # [head, i, half, ...]
+    return Tensor(tensor.name, tensor.source, tensor.shape, lambda values: pairs_from_halves(values, heads))
