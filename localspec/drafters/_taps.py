@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from localspec.accept import Draft, draw
+from localspec.accept import Draft
 from localspec.draft_net import F32, I32
 from localspec.drafters import DrafterSettings, Sequence
+from localspec.drafters._drawing import Drawing
 from localspec.errors import LocalspecError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile, require_model
 from localspec.pairing import check_pair
@@ -180,44 +180,18 @@ class TapDrafter(ABC, Generic[KnownT]):
         """The first place of each draft."""
 
     def _sampled(self, seqs: Seq[Sequence], ks: Seq[int], which: list[int], drafts: list[Draft]) -> None:
-        """With the target's settings and, under `match`, its noise, which goes by the target's ids."""
-        said: dict[int, list[int]] = {i: [] for i in which}
-        probs: dict[int, list[float]] = {i: [] for i in which}
-        dists: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i in which}
-        with_q = self.rule == "reject"
-        left = which
-        chain = self._chain([seqs[i] for i in which], np.array([ks[i] for i in which], np.int32))
+        """With the target's settings, as Drawing says."""
+        texts, most = [seqs[i] for i in which], [ks[i] for i in which]
+        drawing = Drawing(texts, most, self.rule, self.p_min)
+        chain = self._chain(texts, np.array(most, np.int32))
+        left = list(range(len(texts)))
         while left:
-            drawn = draw(
-                self._spread(chain.logits),
-                [seqs[i].key for i in left],
-                [len(seqs[i].tokens) + len(said[i]) for i in left],
-                [seqs[i].sampling for i in left],
-                [_history(seqs[i], said[i]) for i in left],
-                rule=self.rule,
-                with_q=with_q,
-            )
-            sure = drawn.probs if chain.sure is None else chain.sure
-            on: list[int] = []
-            for row, i in enumerate(left):
-                prob = float(sure[row])
-                unsure = prob < self.p_min
-                # Under `reject` a token must be judged once it is drawn: dropping it for its own low probability would
-                # skew what the target samples in its place.
-                if unsure and not with_q:
-                    continue
-                said[i].append(int(drawn.tokens[row]))
-                probs[i].append(prob)
-                if with_q and drawn.q_starts is not None and drawn.q_ids is not None and drawn.q_probs is not None:
-                    a, b = drawn.q_starts[row], drawn.q_starts[row + 1]
-                    dists[i].append((drawn.q_ids[a:b], drawn.q_probs[a:b]))
-                if len(said[i]) < ks[i] and not unsure:
-                    on.append(row)
+            on, tokens = drawing.draw(self._spread(chain.logits), left, chain.sure)
             left = [left[row] for row in on]
             if left:
-                chain.go_on(on, drawn.tokens[on])
-        for i in which:
-            drafts[i] = _draft(said[i], probs[i], dists[i])
+                chain.go_on(on, tokens)
+        for i, draft in zip(which, drawing.drafts()):
+            drafts[i] = draft
 
     def _spread(self, logits: F32) -> F32:
         """Logits over the draft's vocabulary as rows over the target's: what the draft can't say is impossible."""
@@ -226,26 +200,6 @@ class TapDrafter(ABC, Generic[KnownT]):
             self._row = np.full((max(m, len(self._slots)), self._n_vocab), -np.inf, np.float32)
         self._row[:m, self._ids] = logits
         return self._row[:m]
-
-
-_NO_HISTORY = np.zeros(0, np.int32)
-
-
-def _history(seq: Sequence, drafted: list[int]) -> npt.NDArray[np.int32]:
-    if not seq.sampling.needs_history:
-        return _NO_HISTORY
-    n = seq.sampling.penalty_last_n
-    recent = seq.tokens + drafted if n < 0 else seq.tokens[-n:] + drafted
-    return np.array(recent, np.int32)
-
-
-def _draft(tokens: list[int], probs: list[float], dists: list[tuple[np.ndarray, np.ndarray]]) -> Draft:
-    draft = Draft(np.array(tokens, np.int32), np.array(probs, np.float32))
-    if dists:
-        draft.q_ids = np.concatenate([ids for ids, _ in dists])
-        draft.q_probs = np.concatenate([p for _, p in dists])
-        draft.q_starts = np.cumsum([0, *(len(ids) for ids, _ in dists)]).astype(np.int32)
-    return draft
 
 
 def open_draft(settings: DrafterSettings, architecture: str, title: str) -> GGUFFile:

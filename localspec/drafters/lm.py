@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from localspec.accept import Draft, draw
+from localspec.accept import Draft
 from localspec.drafters import DrafterSettings, Sequence
+from localspec.drafters._drawing import Drawing
 from localspec.errors import PairingError, UsageError
 from localspec.model import Model
 from localspec.pairing import can_roll_back, check_pair
@@ -40,42 +41,16 @@ class LmDrafter:
         self._agreed[seq.slot] = len(seq.tokens) - 1
 
     def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
-        tokens: list[list[int]] = [[] for _ in seqs]
-        probs: list[list[float]] = [[] for _ in seqs]
-        dists: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in seqs]
+        drawing = Drawing(seqs, ks, self.rule, self.p_min)
         feed = {i: self._missing(seq) for i, (seq, k) in enumerate(zip(seqs, ks)) if k > 0}
         while feed:
             order = list(feed)
             last = np.cumsum([len(feed[i]) for i in order]) - 1
             rows = self.session.decode([(seqs[i].slot, feed[i]) for i in order])
             # Padding ids may exist in the draft's vocabulary only: the target could never choose them.
-            logits = np.ascontiguousarray(rows.logits[last, : self._n_vocab])
-            with_q = self.rule == "reject"
-            drawn = draw(
-                logits,
-                [seqs[i].key for i in order],
-                [len(seqs[i].tokens) + len(tokens[i]) for i in order],
-                [seqs[i].sampling for i in order],
-                [self._history(seqs[i], tokens[i]) for i in order],
-                rule=self.rule,
-                with_q=with_q,
-            )
-            feed = {}
-            for row, i in enumerate(order):
-                token, prob = int(drawn.tokens[row]), float(drawn.probs[row])
-                unsure = prob < self.p_min
-                # Under `reject` a token must be judged once it is drawn: dropping it for its own low probability would
-                # skew what the target samples in its place.
-                if unsure and not with_q:
-                    continue
-                tokens[i].append(token)
-                probs[i].append(prob)
-                if with_q and drawn.q_starts is not None and drawn.q_ids is not None and drawn.q_probs is not None:
-                    a, b = drawn.q_starts[row], drawn.q_starts[row + 1]
-                    dists[i].append((drawn.q_ids[a:b], drawn.q_probs[a:b]))
-                if len(tokens[i]) < ks[i] and not unsure:
-                    feed[i] = [token]
-        return [_draft(tokens[i], probs[i], dists[i]) for i in range(len(seqs))]
+            on, tokens = drawing.draw(np.ascontiguousarray(rows.logits[last, : self._n_vocab]), order)
+            feed = {order[row]: [token] for row, token in zip(on, tokens.tolist())}
+        return drawing.drafts()
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Bring the draft's cache to the beginning of the text and return what it has not seen, to be decoded now."""
@@ -92,14 +67,6 @@ class LmDrafter:
             keep = len(want) - 1
         return want[keep:]
 
-    @staticmethod
-    def _history(seq: Sequence, drafted: list[int]) -> np.ndarray:
-        if not seq.sampling.needs_history:
-            return _NO_HISTORY
-        n = seq.sampling.penalty_last_n
-        recent = seq.tokens + drafted if n < 0 else seq.tokens[-n:] + drafted
-        return np.array(recent, np.int32)
-
     def commit(self, seq: Sequence, rows: Rows) -> None:
         pass
 
@@ -109,18 +76,6 @@ class LmDrafter:
     def close(self) -> None:
         self.session.close()
         self.model.close()
-
-
-_NO_HISTORY = np.zeros(0, np.int32)
-
-
-def _draft(tokens: list[int], probs: list[float], dists: list[tuple[np.ndarray, np.ndarray]]) -> Draft:
-    draft = Draft(np.array(tokens, np.int32), np.array(probs, np.float32))
-    if dists:
-        draft.q_ids = np.concatenate([ids for ids, _ in dists])
-        draft.q_probs = np.concatenate([p for _, p in dists])
-        draft.q_starts = np.cumsum([0, *(len(ids) for ids, _ in dists)]).astype(np.int32)
-    return draft
 
 
 def load(target: TargetSession, settings: DrafterSettings) -> LmDrafter:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import numpy.typing as npt
 
-from localspec.accept import Draft, draw
+from localspec.accept import Draft
 from localspec.drafters import DrafterSettings, Sequence
+from localspec.drafters._drawing import Drawing
 from localspec.errors import LocalspecError, PairingError
 from localspec.gemma4 import ARCHITECTURE
 from localspec.gguf_file import GGUFFile, require_model
@@ -80,10 +80,7 @@ class MtpDrafter:
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
-        said: list[list[int]] = [[] for _ in seqs]
-        probs: list[list[float]] = [[] for _ in seqs]
-        dists: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in seqs]
-        with_q = self.rule == "reject"
+        drawing = Drawing(seqs, ks, self.rule, self.p_min)
         left = [i for i, (seq, k) in enumerate(zip(seqs, ks)) if k > 0 and self._is_ready(seq)]
         tokens = np.array([seqs[i].tokens[-1] for i in left], np.int32)
         states = [self._slots[seqs[i].slot].state for i in left]
@@ -91,34 +88,10 @@ class MtpDrafter:
         while left:
             slots = np.array([seqs[i].slot for i in left], np.int32)
             at = np.array([len(seqs[i].tokens) - 1 for i in left], np.int32)
-            logits, state = self.context.step(slots, self._place(at, len(said[left[0]])), tokens, state)
-            drawn = draw(
-                np.ascontiguousarray(logits[:, : self._n_vocab]),
-                [seqs[i].key for i in left],
-                [len(seqs[i].tokens) + len(said[i]) for i in left],
-                [seqs[i].sampling for i in left],
-                [_history(seqs[i], said[i]) for i in left],
-                rule=self.rule,
-                with_q=with_q,
-            )
-            on: list[int] = []
-            for row, i in enumerate(left):
-                prob = float(drawn.probs[row])
-                unsure = prob < self.p_min
-                # Under `reject` a token must be judged once it is drawn: dropping it for its own low probability would
-                # skew what the target samples in its place.
-                if unsure and not with_q:
-                    continue
-                said[i].append(int(drawn.tokens[row]))
-                probs[i].append(prob)
-                if with_q and drawn.q_starts is not None and drawn.q_ids is not None and drawn.q_probs is not None:
-                    a, b = drawn.q_starts[row], drawn.q_starts[row + 1]
-                    dists[i].append((drawn.q_ids[a:b], drawn.q_probs[a:b]))
-                if len(said[i]) < ks[i] and not unsure:
-                    on.append(row)
-            left = [left[row] for row in on]
-            tokens, state = drawn.tokens[on], state[on]
-        return [_draft(said[i], probs[i], dists[i]) for i in range(len(seqs))]
+            logits, state = self.context.step(slots, self._place(at, len(drawing.said[left[0]])), tokens, state)
+            on, tokens = drawing.draw(np.ascontiguousarray(logits[:, : self._n_vocab]), left)
+            left, state = [left[row] for row in on], state[on]
+        return drawing.drafts()
 
     def _is_ready(self, seq: Sequence) -> bool:
         known = self._slots[seq.slot]
@@ -154,25 +127,6 @@ class NextnDrafter(MtpDrafter):
 
     def _place(self, pending: I32, step: int) -> I32:
         return pending + np.int32(step)
-
-
-def _history(seq: Sequence, drafted: list[int]) -> npt.NDArray[np.int32]:
-    if not seq.sampling.needs_history:
-        return _NO_HISTORY
-    n = seq.sampling.penalty_last_n
-    return np.array(seq.tokens + drafted if n < 0 else seq.tokens[-n:] + drafted, np.int32)
-
-
-_NO_HISTORY = np.zeros(0, np.int32)
-
-
-def _draft(tokens: list[int], probs: list[float], dists: list[tuple[np.ndarray, np.ndarray]]) -> Draft:
-    draft = Draft(np.array(tokens, np.int32), np.array(probs, np.float32))
-    if dists:
-        draft.q_ids = np.concatenate([ids for ids, _ in dists])
-        draft.q_probs = np.concatenate([p for _, p in dists])
-        draft.q_starts = np.cumsum([0, *(len(ids) for ids, _ in dists)]).astype(np.int32)
-    return draft
 
 
 def _open(settings: DrafterSettings) -> GGUFFile | None:
