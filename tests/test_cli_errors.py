@@ -234,7 +234,7 @@ def test_interrupted_twice_while_loading(cli_env: dict[str, str], smollm2: Path,
     code = (
         "import os, signal, sys, time\n"
         "from localspec.cli import loading, main\n"
-        "def load(*args):\n"
+        "def load(*args, **kwargs):\n"
         "    for _ in range(2): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
         "    print('went on', file=sys.stderr); time.sleep(60)\n"
         "loading.Model = load\n"

@@ -238,7 +238,7 @@ def test_killed_at_any_moment_it_goes_on(
 
 
 def test_ctrl_c_keeps_what_is_done(path: Path, prompt_file: Path, cli_env: dict[str, str], tmp_path: Path) -> None:
-    args = [*command(path, prompt_file, tmp_path / "d"), "--shard-tokens", "100000"]
+    args = [*command(path, prompt_file, tmp_path / "d"), "--shard-tokens", "100000", "--answers", "200"]  # seconds of work
     process = subprocess.Popen([sys.executable, "-m", "localspec", *args], env=cli_env, stderr=subprocess.PIPE, text=True,
                                preexec_fn=native.unbound)  # fmt: skip
     assert process.stderr is not None

@@ -209,7 +209,7 @@ def test_a_bias_is_added_to_the_logits() -> None:
     h, head, bias = (torch.randn(*s, generator=random) for s in ((5, 8), (11, 8), (11,)))
     h.requires_grad_()
     ids, p, wanted = torch.tensor([[1, 2]] * 5), torch.tensor([[0.7, 0.2]] * 5), torch.zeros(5, dtype=torch.int64)
-    got = torch.autograd.grad(head_loss(h, head, head, ids, p, wanted, bias).loss, h)[0]
+    got = torch.autograd.grad(head_loss(h, head, head, ids, p, wanted, bias=bias).loss, h)[0]
     log_q = torch.log_softmax(h @ head.t() + bias, -1)
     mass = 0.9 * torch.logsumexp(h @ head.t() + bias, -1).sum() - (p * (h @ head.t() + bias).gather(1, ids)).sum()
     assert torch.allclose(got, torch.autograd.grad(mass, h)[0], atol=1e-5)
