@@ -162,6 +162,11 @@ class Adaptive:
         self._last: dict[str, Any] = {}
 
     @property
+    def steps(self) -> int:
+        """Steps seen so far."""
+        return self._steps
+
+    @property
     def _rate(self) -> float:
         """Tokens per second of late."""
         return self._tokens / self._seconds if self._seconds else 0.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from localspec import native
+from localspec import native, profile
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
@@ -39,6 +41,7 @@ class Loaded:
     drafter: Drafter | None
     draft_path: Path | None
     engine: Engine
+    profile_key: profile.Key | None = None  # where costs are learnt: under what they are kept
 
     @property
     def kernels(self) -> str:
@@ -46,11 +49,19 @@ class Loaded:
         return native.kernels_in_use()
 
     def close(self) -> None:
-        """Free everything, the drafter first."""
+        """Keep what was learnt of the costs, and free everything, the drafter first."""
+        self._remember()
         if self.drafter is not None:
             self.drafter.close()
         self.session.close()
         self.model.close()
+
+    def _remember(self) -> None:
+        controller = self.engine.controller
+        if self.profile_key is None or not isinstance(controller, Adaptive) or controller.steps < profile.ENOUGH_STEPS:
+            return
+        profile.store(self.profile_key, controller.decode.curve(profile.ENOUGH_SAMPLES), profile.RUN_WEIGHT)
+        self.profile_key = None
 
 
 def target_path(choice: ModelChoice) -> Path:
@@ -162,9 +173,19 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
                 "decoding plainly"
             )
             draft = None
-    return Loaded(model, session, drafter, draft, Engine(session, drafter, make_controller(choice), choice.rule))
+    key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None
+    controller = make_controller(choice, profile.load(key) if key else None)
+    return Loaded(model, session, drafter, draft, Engine(session, drafter, controller, choice.rule), key)
 
 
-def make_controller(choice: ModelChoice) -> Controller:
-    """How many tokens to draft: as many as pay, or always n_max."""
-    return Adaptive(choice.n_max) if choice.adapt else FixedBlock(choice.n_max)
+def profile_key(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: str = "") -> profile.Key | None:
+    """Under what the costs of `target` are kept, with the kernels in use or those named; None where its file has gone."""
+    layers = choice.n_gpu_layers if native.has_gpu() else 0
+    with contextlib.suppress(OSError):
+        return profile.Key.of(target, kernels or native.kernels_in_use(), n_threads, layers)
+    return None
+
+
+def make_controller(choice: ModelChoice, prior: Mapping[int, float] | None = None) -> Controller:
+    """How many tokens to draft: as many as pay, or always n_max. `prior`: a profile's ratios."""
+    return Adaptive(choice.n_max, prior) if choice.adapt else FixedBlock(choice.n_max)
