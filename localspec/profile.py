@@ -1,4 +1,4 @@
-"""What decodes cost here, kept from one run to the next: t(n) / t(1) for a target, a number of threads and a kind of kernels.
+"""What decodes cost here, kept from one run to the next: t(n) / t(1) for a target, its threads and kind of kernels.
 
 `localspec curve` writes a profile, drafting runs begin with it and correct it. It is an aid: without one the controller
 learns the same within a few hundred tokens. So nothing about a profile is an error: one that can't be read, or says what no

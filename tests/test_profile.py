@@ -155,7 +155,7 @@ def test_curve_keeps_what_it_measured_and_run_begins_with_it(cli: Any, smollm2: 
     measured = json.loads(done.stdout.splitlines()[-1])
     assert first["ratios"] == pytest.approx({str(n): r for n, r in zip(measured["n"], measured["ratio"])}, rel=1e-3)
     assert (first["key"]["kernels"], first["key"]["threads"]) == ("stock", 1)
-    run = ("run", "-m", smollm2, "-t", 1, "--kernels", "stock", "--spec-type", "ngram", "--temp", 0, "--json", "-p", "Count.")
+    run = ("run", "-m", smollm2, "-t", 1, "--kernels", "stock", "--spec-type", "ngram", "--temp", 0, "--json", "-p", "Hi")
     done = cli(*run, "-n", 20)
     assert done.rc == 0, done.stderr
     assert profiles(home) == [first], "a short run keeps nothing"
@@ -168,16 +168,17 @@ def test_curve_keeps_what_it_measured_and_run_begins_with_it(cli: Any, smollm2: 
 
 
 def test_a_long_run_keeps_what_it_saw(cli: Any, smollm2: Path, tmp_path: Path) -> None:
-    arguments = ("-m", smollm2, "-t", 1, "--spec-type", "ngram", "--temp", 0.9, "--top-k", 0, "-n", 330, "--raw", "-c", 400)
-    done = cli("run", *arguments, "--no-spec-adapt", "-p", "one two three one two three one two three one two")
+    arguments = ("-m", smollm2, "-t", 1, "--spec-type", "ngram", "--temp", 1.5, "--top-k", 0, "-s", 3, "--raw", "-c", 400)
+    prompt = ("-p", "one two three one two three one two three one two", "--json", "-n")
+    done = cli("run", *arguments, "--no-spec-adapt", *prompt, 330)
     assert done.rc == 0, done.stderr
     assert not (tmp_path / "home" / "localspec" / "profiles").exists(), "a fixed block learns nothing"
-    done = cli("run", *arguments, "--json", "-p", "one two three one two three one two three one two")
+    done = cli("run", *arguments, *prompt, 330)
     assert done.rc == 0, done.stderr
-    kept = profiles(tmp_path / "home")
-    if json.loads(done.stdout)["n_verify"] >= profile.ENOUGH_STEPS:
-        assert [k["key"]["threads"] for k in kept] == [1]
-        assert set(kept[0]["ratios"]) > {"1"}
+    assert json.loads(done.stdout)["n_verify"] >= profile.ENOUGH_STEPS
+    (kept,) = profiles(tmp_path / "home")
+    assert kept["key"]["threads"] == 1
+    assert set(kept["ratios"]) > {"1"}
 
 
 def test_a_cache_that_cannot_be_written_to_is_said_once(cli: Any, smollm2: Path, tmp_path: Path) -> None:
