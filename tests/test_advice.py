@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from localspec.advice import advise
 from localspec.control import Adaptive, Look, Outcome
+from localspec.errors import UsageError
+from localspec.picture import need_picture
 from tests.test_control import CLIFFS, FLAT, STEEP, World
 
 
@@ -113,3 +116,65 @@ def test_as_json_is_json() -> None:
     assert data["k"] == advice.k
     assert len(data["choices"]) == 9
     assert data["costs"][1]["ratio"] == pytest.approx(1.05, rel=0.1)
+
+
+def test_tune(cli: Any, smollm2: Path, tmp_path: Path) -> None:
+    done = cli("tune", "-m", smollm2, "-t", 1, "--tokens", 60, "--spec-draft-n-max", 3)
+    assert done.rc == 0, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    data = json.loads(lines[-1])
+    assert data["settings"]["spec_type"] == "eagle3"
+    assert data["settings"]["tokens"] == 60
+    assert [c["n"] for c in data["costs"]] == [1, 2, 3, 4]
+    assert [c["k"] for c in data["choices"]] == [0, 1, 2, 3]
+    assert min(c["ms"] for c in data["costs"]) > 0
+    assert 0 <= data["k"] <= 3
+    assert data["reason"] in lines[-3]
+    assert lines[-2] == f"expected speed-up against plain: {data['speedup']:.2f}x"
+    for part in ("costs of a decode", "drafted tokens", "confidence", "k drafted tokens", "ceiling", "drafting costs"):
+        assert part in done.stdout
+    (kept,) = (tmp_path / "home" / "localspec" / "profiles").glob("*.json")
+    assert set(json.loads(kept.read_text())["ratios"]) == {"1", "2", "3", "4"}
+
+
+def test_tune_draws(cli: Any, smollm2: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install matplotlib")
+    done = cli(
+        "tune", "-m", smollm2, "-t", 1, "--tokens", 8, "--spec-type", "ngram", "--spec-draft-n-max", 2, "--plot", "t.png",
+        "-c", 100,
+    )  # fmt: skip
+    assert done.rc == 0, done.stderr
+    assert (tmp_path / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert not (tmp_path / "t.png.part").exists()
+    (tmp_path / "notes.txt").write_text("mine")
+    done = cli("tune", "-m", "none.gguf", "--plot", "notes.txt")
+    assert (done.rc, len(done.stderr.splitlines())) == (2, 1)
+    assert "no picture" in done.stderr
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="pip install matplotlib"):
+        need_picture(tmp_path / "t.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--spec-type", "none"], "no drafter"),
+        (["--spec-draft-n-max", "0"], "no drafter"),
+        (["--no-spec-adapt"], "--no-spec-adapt"),
+        (["--tokens", "0"], "--tokens"),
+        (["--plot", "nowhere/t.png"], "--plot"),
+        (["--plot", ""], "--plot"),
+        (["-c", "8"], "ctx-size"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_one_line(cli: Any, smollm2: Path, arguments: list[str], says: str) -> None:
+    done = cli("tune", "-m", smollm2, "-t", 1, *arguments)
+    assert done.rc == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert says in done.stderr
