@@ -13,7 +13,7 @@ from localspec import native, profile
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
-from localspec.drafters import Drafter, DrafterSettings, load, names, taps
+from localspec.drafters import Drafter, DrafterSettings, load, names, split, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -114,7 +114,7 @@ def open_target(
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
-    own_head = drafter == "mtp" and draft is not None and draft.draft_path is None
+    own_head = drafter.endswith("mtp") and draft is not None and draft.draft_path is None
     model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap, with_heads=own_head)
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
     return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
@@ -125,13 +125,16 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     and --draft contradict each other: before any model is loaded."""
     if choice.spec_type == "auto":
         return drafter_for(GGUFFile.open(draft, "draft")) if draft else "ngram"
-    name = LLAMA_CPP_NAMES.get(choice.spec_type, choice.spec_type)
-    if name not in ("none", *names()):
+    parts = [LLAMA_CPP_NAMES.get(part, part) for part in choice.spec_type.split(",")]
+    if len(parts) > 1 and all(part in names() for part in parts):
+        parts = list(split(",".join(parts)))
+    name, last = ",".join(parts), parts[-1]
+    if name != "none" and not all(part in names() for part in parts):
         known = ", ".join(["auto", "none", *names()])
         raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
     if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
-    if name not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
+    if last not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
         raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
     return name
 
