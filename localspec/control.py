@@ -162,6 +162,16 @@ class Adaptive:
         self._last: dict[str, Any] = {}
 
     @property
+    def steps(self) -> int:
+        """Steps seen so far."""
+        return self._steps
+
+    @property
+    def judged(self) -> bool:
+        """Whether enough was drafted for `advantage` to be believed."""
+        return self._drafted_steps >= _JUDGED
+
+    @property
     def _rate(self) -> float:
         """Tokens per second of late."""
         return self._tokens / self._seconds if self._seconds else 0.0
@@ -182,17 +192,10 @@ class Adaptive:
         can_cut = all(look.may_cut for look in looks)
         order = self._likeliest(looks)
         best, rate = self._best(n, order, self.draft.seconds)
-        # What is known by position says whether to begin. What came of it, drafts cut by confidence and all, can say no to
-        # that, and yes where it said no.
-        if self._drafted_steps < _JUDGED:
-            pays = best > 0
-        elif best > 0:
-            pays = self.advantage > -_DOUBT
-        else:
-            pays = self.advantage > 0
+        pays = self.pays(best)
+        if pays and best == 0:
             best, rate = self._best(n, order, self.draft.seconds, least=1)
-        pays = pays and best > 0
-        if not pays:
+        if not (pays and best > 0):
             self._since_trial += 1
             if self._since_trial < self._gap:
                 return self._say(none, "nothing pays", predicted=plain)
@@ -213,6 +216,13 @@ class Adaptive:
         if can_cut and not (self._trial or self._whole):
             self._floor = self._stop_below(n, allowed, max(rate, plain))
         return self._say(ks, "a trial" if self._trial else "pays", predicted=rate)
+
+    def pays(self, best: int) -> bool:
+        """Whether drafts are made where the block that looks best has so many tokens. What is known by position says
+        whether to begin. What came of it, drafts cut by confidence and all, can say no to that, and yes where it said no."""
+        if not self.judged:
+            return best > 0
+        return self.advantage > (-_DOUBT if best > 0 else 0.0)
 
     def _other(self, n: int, best: int, rate: float, order: Sequence[tuple[int, float]]) -> int:
         """Now and then another size than the best one known, if it could be better were its decode as cheap as a smaller

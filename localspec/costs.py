@@ -53,10 +53,12 @@ class DecodeCost:
         """What a decode of so many rows is expected to take; 0 while nothing is known."""
         return self._level * self._ratio(rows)
 
-    def curve(self) -> dict[int, float]:
-        """t(n) / t(1) of the sizes that were seen: the prior of a later run."""
+    def curve(self, least: int = 1) -> dict[int, float]:
+        """t(n) / t(1) of the sizes that were seen, at least so many times: the prior of a later run."""
         one = self._ratio(1)
-        return {n: self._ratio(n) / one for n in sorted(self._times)} if self.known else dict(self._prior)
+        if not self.known:
+            return dict(self._prior)
+        return {n: self._ratio(n) / one for n in sorted(self._times) if self.samples(n) >= least}
 
     def _ratio(self, rows: int) -> float:
         seen = self._times.get(rows)

@@ -67,8 +67,10 @@ def is_dspark(draft: GGUFFile) -> bool:
 
 
 def llama_spec_type(drafter: str, draft: GGUFFile | None) -> str:
-    """What llama-server calls this drafter with this draft."""
-    return llama_arch.SPEC_TYPES["dspark" if draft is not None and is_dspark(draft) else drafter]
+    """What llama-server calls this drafter with this draft; of two drafters ("ngram,lm"), each."""
+    first, _, last = drafter.rpartition(",")
+    name = llama_arch.SPEC_TYPES["dspark" if draft is not None and is_dspark(draft) else last]
+    return f"{llama_arch.SPEC_TYPES[first]},{name}" if first else name
 
 
 def can_roll_back(gguf: GGUFFile) -> tuple[bool, str]:

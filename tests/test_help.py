@@ -19,7 +19,7 @@ def _sections(command: click.Command) -> dict[str, str]:
     return dict(zip(pieces[1::2], pieces[2::2]))
 
 
-@pytest.mark.parametrize("name", ["run", "chat", "bench", "curve"])
+@pytest.mark.parametrize("name", ["run", "chat", "bench", "curve", "tune"])
 def test_every_option_has_a_heading(name: str) -> None:
     module, attribute, _ = COMMANDS[name]
     command = getattr(importlib.import_module(f"localspec.cli.{module}"), attribute)

@@ -18,7 +18,7 @@ LAYERS = [
     ["model"],
     [
         "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
-        "default_model", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
+        "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
     ],
     ["draft_net", "target", "mtp_context"],
     ["dflash_net", "eagle3_net"],

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("chat_cmd", "chat_cmd", "Talk with a model in the terminal."),
     "bench": ("bench_cmd", "bench_cmd", "Measure plain against speculative decoding on the same prompts."),
     "curve": ("curve_cmd", "curve_cmd", "Measure what a decode of n tokens costs on this machine."),
+    "tune": ("tune_cmd", "tune_cmd", "Say how many tokens would be drafted on this machine, and why."),
     "inspect": ("inspect_cmd", "inspect_cmd", "Say what GGUF files are and whether they can pair."),
     "backend-path": ("backend_cmd", "backend_cmd", "Print where our ggml plug-in lies, for other llama.cpp programs."),
     "data": ("data_cmd", "data_cmd", "Let the target write training data, its hidden states with it."),

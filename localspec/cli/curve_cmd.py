@@ -12,15 +12,16 @@ from typing import Any
 import click
 from rich.table import Table
 
-from localspec import native
+from localspec import native, profile
 from localspec.cli.console import OutputConsole, counted
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
-from localspec.cli.loading import open_target, target_path
+from localspec.cli.loading import open_target, profile_key, say, target_path
 from localspec.cli.options import ModelChoice, model_options, take_models
 from localspec.cli.progress import bar
 from localspec.curve import DEFAULT_SIZES, Child, Curve, Probe, measure_curves
 from localspec.errors import UsageError
+from localspec.gguf_file import GGUFFile
 
 #: What --compare sets beside each other.
 SIDES = ("stock", "localspec")
@@ -53,7 +54,8 @@ def curve_cmd(
 ) -> None:  # fmt: skip
     """Measure the cost curve t(n): the time of one decode of n tokens.
 
-    The ceiling is what a free, perfect draft would give. A table, then one line of JSON.
+    The ceiling is what a free, perfect draft would give. A table, then one line of JSON. Later runs that draft begin with
+    what was measured.
     """
     choice = take_models(options)
     if compare and choice.kernels != "auto":
@@ -96,6 +98,7 @@ def _measure(
         settings = {"target": str(model.path), "threads": session.n_threads, "context": n_context, "rounds": rounds}
         line = {**curve.as_json(), "prefill_ms": probe.prefill_ms, "kernels": native.kernels_in_use()}
         click.echo(json.dumps({**line, "settings": settings}))
+        _keep(choice, model.gguf, session.n_threads, native.kernels_in_use(), curve)
     finally:
         session.close()
         model.close()
@@ -157,6 +160,18 @@ def _compare(
     settings = {"target": str(target), "threads": ready["stock"]["threads"], "context": n_context, "rounds": rounds}
     settings |= {"flash_attention": s.flash_attention, "type_k": s.type_k, "type_v": s.type_v}
     click.echo(json.dumps({**line, "settings": settings}))
+    gguf = GGUFFile.open(target, "target")
+    for name in SIDES:
+        _keep(choice, gguf, ready[name]["threads"], ready[name]["kernels"], curves[name])
+
+
+def _keep(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: str, curve: Curve) -> None:
+    """For later runs that draft; what can't be kept is no fault of the measurement."""
+    if len(curve.n) < 2:
+        return
+    key = profile_key(choice, target, n_threads, kernels)
+    if key is None or profile.store(key, dict(zip(curve.n, curve.ratio))) is None:
+        say("the curve is not kept for later runs: the cache can't be written to (LOCALSPEC_CACHE)")
 
 
 def _side(curve: Curve) -> dict[str, Any]:

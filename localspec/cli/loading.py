@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from localspec import native
+from localspec import native, profile
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
-from localspec.drafters import Drafter, DrafterSettings, load, names, taps
+from localspec.drafters import Drafter, DrafterSettings, load, names, split, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -39,6 +41,7 @@ class Loaded:
     drafter: Drafter | None
     draft_path: Path | None
     engine: Engine
+    profile_key: profile.Key | None = None  # where costs are learnt: under what they are kept
 
     @property
     def kernels(self) -> str:
@@ -46,11 +49,19 @@ class Loaded:
         return native.kernels_in_use()
 
     def close(self) -> None:
-        """Free everything, the drafter first."""
+        """Keep what was learnt of the costs, and free everything, the drafter first."""
+        self._remember()
         if self.drafter is not None:
             self.drafter.close()
         self.session.close()
         self.model.close()
+
+    def _remember(self) -> None:
+        controller = self.engine.controller
+        if self.profile_key is None or not isinstance(controller, Adaptive) or controller.steps < profile.ENOUGH_STEPS:
+            return
+        profile.store(self.profile_key, controller.decode.curve(profile.ENOUGH_SAMPLES), profile.RUN_WEIGHT)
+        self.profile_key = None
 
 
 def target_path(choice: ModelChoice) -> Path:
@@ -103,7 +114,7 @@ def open_target(
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
     if reason is not None:
         say(f"stock kernels serve: {reason}")
-    own_head = drafter == "mtp" and draft is not None and draft.draft_path is None
+    own_head = drafter.endswith("mtp") and draft is not None and draft.draft_path is None
     model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap, with_heads=own_head)
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
     return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
@@ -114,13 +125,16 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     and --draft contradict each other: before any model is loaded."""
     if choice.spec_type == "auto":
         return drafter_for(GGUFFile.open(draft, "draft")) if draft else "ngram"
-    name = LLAMA_CPP_NAMES.get(choice.spec_type, choice.spec_type)
-    if name not in ("none", *names()):
+    parts = [LLAMA_CPP_NAMES.get(part, part) for part in choice.spec_type.split(",")]
+    if len(parts) > 1 and all(part in names() for part in parts):
+        parts = list(split(",".join(parts)))
+    name, last = ",".join(parts), parts[-1]
+    if name != "none" and not all(part in names() for part in parts):
         known = ", ".join(["auto", "none", *names()])
         raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
     if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
-    if name not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
+    if last not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
         raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
     return name
 
@@ -162,9 +176,19 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
                 "decoding plainly"
             )
             draft = None
-    return Loaded(model, session, drafter, draft, Engine(session, drafter, make_controller(choice), choice.rule))
+    key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None
+    controller = make_controller(choice, profile.load(key) if key else None)
+    return Loaded(model, session, drafter, draft, Engine(session, drafter, controller, choice.rule), key)
 
 
-def make_controller(choice: ModelChoice) -> Controller:
-    """How many tokens to draft: as many as pay, or always n_max."""
-    return Adaptive(choice.n_max) if choice.adapt else FixedBlock(choice.n_max)
+def profile_key(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: str = "") -> profile.Key | None:
+    """Under what the costs of `target` are kept, with the kernels in use or those named; None where its file has gone."""
+    layers = choice.n_gpu_layers if native.has_gpu() else 0
+    with contextlib.suppress(OSError):
+        return profile.Key.of(target, kernels or native.kernels_in_use(), n_threads, layers)
+    return None
+
+
+def make_controller(choice: ModelChoice, prior: Mapping[int, float] | None = None) -> Controller:
+    """How many tokens to draft: as many as pay, or always n_max. `prior`: a profile's ratios."""
+    return Adaptive(choice.n_max, prior) if choice.adapt else FixedBlock(choice.n_max)

@@ -17,6 +17,7 @@ from localspec.train import need_torch
 need_torch()  # one line in place of an import's traceback
 
 from localspec.data.shards import Manifest  # noqa: E402
+from localspec.picture import need_picture  # noqa: E402
 from localspec.taps import default_taps  # noqa: E402
 from localspec.train import checkpoint, loop, metrics, models, preflight  # noqa: E402
 from localspec.train.distributed import World  # noqa: E402
@@ -125,7 +126,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
     nothing_yet = only_look and values["data"] is None and how["states"] == "offline"
     live = None if nothing_yet else _live(how, values["data"])
     if picture is not None:
-        metrics.need_plot(Path(picture))
+        need_picture(Path(picture))
     paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
     cls = models.find(name).Settings
     own = {f.name for f in dataclasses.fields(cls)}

@@ -94,18 +94,33 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
+def split(name: str) -> tuple[str, ...]:
+    """The drafters in a name: itself, or of "ngram,lm" both; in this order, whatever the order in `name`. Raises
+    PairingError where there is no such drafter, or no such pair."""
+    parts = sorted(name.split(","), key=lambda part: part != "ngram")
+    unknown = [part for part in parts if part not in names()]
+    if unknown:
+        raise PairingError(f"there is no drafter '{unknown[0]}'; there are {', '.join(names())}")
+    if len(parts) > 1 and (len(parts) > 2 or parts[0] != "ngram" or parts[1] == "ngram"):
+        raise PairingError(f"drafters can't be combined as '{name}': ngram goes with one other, such as ngram,lm")
+    return tuple(parts)
+
+
 def taps(name: str, target: GGUFFile, settings: DrafterSettings) -> tuple[int, ...]:
     """The hidden states that a session must read for the drafter `name` (SessionSettings.taps); none for most. Raises
     PairingError where the draft does not fit the target."""
-    if name not in names():
+    parts = [part for part in name.split(",") if part != "ngram"]  # which reads none
+    if len(parts) != 1 or parts[0] not in names():
         return ()
-    wanted = getattr(importlib.import_module(f"{__name__}.{name}"), "taps", None)
+    wanted = getattr(importlib.import_module(f"{__name__}.{parts[0]}"), "taps", None)
     return tuple(wanted(target, settings)) if wanted is not None else ()
 
 
 def load(name: str, target: TargetSession, settings: DrafterSettings) -> Drafter:
-    """Make the drafter `name` for `target`. Raises PairingError where there is none of that name, or it does not fit."""
-    if name not in names():
-        raise PairingError(f"there is no drafter '{name}'; there are {', '.join(names())}")
-    drafter: Drafter = importlib.import_module(f"{__name__}.{name}").load(target, settings)
+    """Make the drafter `name` for `target`, or of two names ("ngram,eagle3") one that is both. Raises PairingError where
+    there is none of that name, or it does not fit."""
+    parts = split(name)
+    drafter: Drafter = importlib.import_module(f"{__name__}.{parts[-1]}").load(target, settings)
+    if len(parts) > 1:
+        drafter = importlib.import_module(f"{__name__}._ngram_first").ngram_first(drafter, settings.p_min)
     return drafter

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from localspec.errors import TrainError
+from localspec.picture import need_picture, save
 
 FILE = "metrics.jsonl"
-_PNG = b"\x89PNG"
 
 
 class Metrics:
@@ -87,21 +87,9 @@ def _board(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
-def need_plot(picture: Path) -> None:
-    """Raise TrainError where `picture` can't be drawn: before a run, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise TrainError("--plot needs matplotlib: pip install matplotlib") from None
-    if not picture.name or picture.is_dir() or not os.access(picture.parent, os.W_OK):
-        raise TrainError(f"--plot {picture}: name a file in a directory that can be written to, such as run.png")
-    if picture.exists() and picture.open("rb").read(len(_PNG)) not in (_PNG, b""):
-        raise TrainError(f"--plot {picture}: that file is no picture and would be lost: name another, such as run.png")
-
-
 def plot(folder: Path, picture: Path) -> None:
     """Draw the run in `folder` as a PNG: loss and, beside it, tokens per verify on held-out prompts by source."""
-    need_plot(picture)
+    need_picture(picture)
     from matplotlib.figure import Figure
 
     lines = read(folder / FILE)
@@ -118,9 +106,4 @@ def plot(folder: Path, picture: Path) -> None:
         right.plot(at, [float("nan") if v is None else v for v in values], ".-", linewidth=1, label=source)
     right.set(xlabel="step", ylabel="tokens per verify", title="held-out prompts, rolled out")
     right.legend(fontsize="small")
-    part = picture.with_name(picture.name + ".part")
-    try:
-        figure.savefig(part, format="png", dpi=130)
-        os.replace(part, picture)
-    except OSError as error:
-        raise TrainError(f"{picture} can't be written: {error.strerror or error}") from None
+    save(figure, picture)
