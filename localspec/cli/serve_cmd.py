@@ -64,9 +64,8 @@ def serve_cmd(
                 f"{loaded.model.description}, drafter {drafter}, kernels {loaded.kernels}, "
                 f"{counted(parallel, 'sequence')} of {loaded.session.n_ctx} tokens"
             )
-            server.listen(sock)
-            say(f"listening on {server.url(sock)}")
-            code = server.run(app.make_app(worker, served), worker, sock, grace)
+            where = f"listening on {server.url(sock)}"
+            code = server.run(app.make_app(worker, served), worker, sock, grace, lambda: say(where))
         finally:
             loaded.close()
     raise click.exceptions.Exit(code)

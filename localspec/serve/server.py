@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -72,9 +72,9 @@ class _Server(uvicorn.Server):
         yield  # ours are in place, and the exit code is ours, too
 
 
-def run(app: Any, worker: Worker, sock: socket.socket, grace: float) -> int:
+def run(app: Any, worker: Worker, sock: socket.socket, grace: float, ready: Callable[[], None] = lambda: None) -> int:
     """Serve until SIGINT or SIGTERM, then let what runs end within `grace` seconds. Returns the exit code: 0, or 130 where
-    a second SIGINT cut that short."""
+    a second SIGINT cut that short. `ready` is called when connections and signals are waited for."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients that go away are no news; bugs the app logs
     server = _Server(
         uvicorn.Config(
@@ -98,6 +98,8 @@ def run(app: Any, worker: Worker, sock: socket.socket, grace: float) -> int:
     native.unbound()  # not on the one CPU to which loading llama.cpp has bound this thread
     worker.start()
     try:
+        listen(sock)
+        ready()
         server.run([sock])
     finally:
         worker.close(0)
