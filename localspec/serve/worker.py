@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from localspec import native
 from localspec.drafters import Sequence as DraftSequence
 from localspec.engine import Engine, Request, Stats, Step
@@ -209,6 +211,8 @@ class Worker:
             self._freed.remove(slot)
             self._running[slot] = job
         try:
+            # The engine finds a wrong last token in the next step, together with everybody else's.
+            self._engine.session.model.check_tokens(np.array(job.request.prompt, np.int64))
             self._engine.start(job.request, slot, lambda: job.cancelled or self._late())
         except Exception as error:  # noqa: BLE001 (one request must not end the others)
             self._fail([slot], error)
