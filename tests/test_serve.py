@@ -251,6 +251,66 @@ def test_max_tokens_and_the_servers_own_limit(server: Server) -> None:
     assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (2, "length")
 
 
+PROBABILITIES = """
+import json, sys
+from localspec.cli.loading import open_target
+from localspec.cli.options import ModelChoice
+from localspec.target import SessionSettings
+from pathlib import Path
+import numpy as np
+path, ids, n = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+model, session = open_target(ModelChoice(path, None, SessionSettings(n_ctx=512, n_threads=1), 0), Path(path))
+rows = session.decode([(0, ids)]).logits.astype(np.float64)
+rows -= rows.max(axis=1, keepdims=True)
+rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+at = range(n - 1, len(ids) - 1)
+print(json.dumps([[float(rows[i, ids[i + 1]]) for i in at], [int(rows[i].argmax()) for i in at]]))
+"""
+
+
+@pytest.mark.parametrize("temperature", [0, 1.3])
+def test_logprobs_are_the_targets_own(server: Server, smollm2: Path, temperature: float) -> None:
+    prompt = "The capital of France"
+    asked = {"temperature": temperature, "seed": 7, "max_tokens": 20}
+    whole = server.complete(prompt, logprobs=3, **asked).choices[0]
+    assert whole.text == server.complete(prompt, **asked).choices[0].text
+    got = whole.logprobs
+    assert "".join(got.tokens) == whole.text
+    assert [whole.text[i:].startswith(token) for i, token in zip(got.text_offset, got.tokens)] == [True] * len(got.tokens)
+    with Model(smollm2) as model:
+        encode = model.tokenizer.encode
+        start, pieces = encode(prompt), [model.tokenizer.piece(i).decode("utf-8", "replace") for i in range(model.n_vocab)]
+        ids = start + [pieces.index(token) for token in got.tokens]
+    command = [sys.executable, "-c", PROBABILITIES, str(smollm2), json.dumps(ids), str(len(start))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=native.unbound)
+    wanted, best = json.loads(done.stdout)
+    assert got.token_logprobs == pytest.approx(wanted, abs=0.02)
+    for top, first, token, value in zip(got.top_logprobs, best, got.tokens, got.token_logprobs):
+        assert len(top) == 3
+        assert max(top, key=top.get) == pieces[first]
+        assert top.get(token, value) == value
+    if temperature == 0:
+        assert got.tokens == [pieces[i] for i in best]
+
+
+def test_logprobs_of_a_stream_and_of_a_stopped_text(server: Server) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2}
+    whole = server.chat(PROMPTS[0], **asked).choices[0]
+    content = whole.logprobs.content
+    assert "".join(entry.token for entry in content) == whole.message.content
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in content)
+    assert bytes(content[3].bytes).decode() == content[3].token
+    streamed = [c.choices[0].logprobs for c in server.chat(PROMPTS[0], stream=True, **asked)]
+    tokens = [entry.token for part in streamed if part for entry in part.content]
+    assert tokens == [entry.token for entry in content]
+    stop = whole.message.content[20:24]
+    cut = server.chat(PROMPTS[0], stop=stop, **asked).choices[0]
+    assert cut.message.content.startswith("".join(entry.token for entry in cut.logprobs.content))
+    assert len(cut.logprobs.content) < len(content)
+    bare = server.chat(PROMPTS[0], logprobs=True).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in bare] == [[]] * len(content)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +362,9 @@ BAD = [
     ({"messages": USER, "stream_options": {"include_usage": True}}, "stream=true"),
     ({"messages": USER, "n": 2}, "does not support n=2"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "does not support tools"),
-    ({"messages": USER, "logprobs": True}, "does not support logprobs"),
+    ({"messages": USER, "logprobs": 1}, "logprobs must be true or false"),
+    ({"messages": USER, "top_logprobs": 3}, "needs logprobs=true"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs must be between"),
     ({"messages": USER, "logit_bias": {"1": 5}}, "does not support logit_bias"),
     ({"messages": USER, "response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema"),
     ({"messages": [{"role": "user", "content": "word " * 2000}]}, "tokens"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from localspec import __version__
-from localspec.engine import Stats
+from localspec.engine import Piece, Stats
 from localspec.report import rate
+from localspec.serve.probs import chat_logprobs, text_logprobs
+from localspec.tokenizer import Tokenizer
 
 
 def finish_reason(stop: str) -> str:
@@ -58,15 +61,17 @@ class Answer:
 
     model: str
     chat: bool
+    tokenizer: Tokenizer | None = None  # where probabilities are asked for
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    _n_chars: int = 0  # of the tokens whose probabilities were given
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
 
-    def whole(self, text: str, stop: str, stats: Stats) -> dict[str, Any]:
+    def whole(self, text: str, tokens: Sequence[Piece], stop: str, stats: Stats) -> dict[str, Any]:
         """The answer to a request without `stream`."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(stop), "logprobs": None}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(stop), "logprobs": self._logprobs(tokens)}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
@@ -78,9 +83,11 @@ class Answer:
         """The first chunk of a chat's stream; completions have none."""
         return self._chunk({"role": "assistant", "content": ""}) if self.chat else None
 
-    def chunk(self, text: str) -> dict[str, Any]:
-        """Some text."""
-        return self._chunk({"content": text} if self.chat else text)
+    def chunk(self, text: str, tokens: Sequence[Piece]) -> dict[str, Any]:
+        """Some text, and the tokens that it is made of."""
+        chunk = self._chunk({"content": text} if self.chat else text)
+        chunk["choices"][0]["logprobs"] = self._logprobs(tokens)
+        return chunk
 
     def closing(self, stop: str, stats: Stats, include_usage: bool) -> list[dict[str, Any]]:
         """The last chunk, and one with the usage where that was asked for."""
@@ -89,6 +96,14 @@ class Answer:
             return [last]
         counts = {"choices": [], "usage": usage(stats), "timings": timings(stats)}
         return [last, self._head(self._chunk_kind) | counts]
+
+    def _logprobs(self, tokens: Sequence[Piece]) -> dict[str, Any] | None:
+        if self.tokenizer is None:
+            return None
+        if self.chat:
+            return chat_logprobs(self.tokenizer, tokens)
+        offset, self._n_chars = self._n_chars, self._n_chars + sum(len(self.tokenizer.decode([p.token])) for p in tokens)
+        return text_logprobs(self.tokenizer, tokens, offset)
 
     def _chunk(self, content: dict[str, str] | str, finish: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta" if self.chat else "text": content, "logprobs": None, "finish_reason": finish}

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from localspec.chat.conversation import PlainTranscript, Template
+from localspec.engine import Piece
 from localspec.engine import Request as EngineRequest
 from localspec.errors import ContextFullError, UsageError
 from localspec.model import Model
@@ -83,7 +84,7 @@ class Served:
             raise bad("the prompt is empty: it has no tokens", "prompt")
         if len(tokens) > self.n_ctx:
             raise bad(f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}", code="context_length_exceeded")
-        return EngineRequest(tokens, order.sampling, order.max_tokens, stops)
+        return EngineRequest(tokens, order.sampling, order.max_tokens, stops, n_probs=order.n_probs)
 
     def _checked(self, tokens: list[int]) -> list[int]:
         wrong = next((t for t in tokens if not 0 <= t < self.model.n_vocab), None)
@@ -171,7 +172,7 @@ class _Api:
             raise ApiError(429, str(error), "rate_limit_error", code="queue_full") from error
         except ClosingError as error:
             raise ApiError(503, str(error), "server_error", code="closing") from error
-        answer = Answer(served.name, chat)
+        answer = Answer(served.name, chat, None if order.n_probs is None else served.model.tokenizer)
         if order.stream:
             return _Stream(self._worker, job, outbox, answer, order.include_usage, served.limits.stalled_s)
         collecting = asyncio.create_task(_collect(outbox))
@@ -180,12 +181,12 @@ class _Api:
             await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 raise ClientDisconnect
-            text, done = collecting.result()
+            text, tokens, done = collecting.result()
         finally:
             collecting.cancel()
             gone.cancel()
             self._worker.cancel(job)  # without effect where it has ended
-        return _json(answer.whole(text, done.stop, done.stats))
+        return _json(answer.whole(text, tokens, done.stop, done.stats))
 
 
 class _Stream(Response):
@@ -229,7 +230,7 @@ class _Stream(Response):
         while True:
             got = await self._outbox.get()
             if isinstance(got, Text):
-                await write(event(self._answer.chunk(got.text)))
+                await write(event(self._answer.chunk(got.text, got.tokens)))
             elif isinstance(got, Done):
                 for chunk in self._answer.closing(got.stop, got.stats, self._include_usage):
                     await write(event(chunk))
@@ -240,15 +241,17 @@ class _Stream(Response):
                 return
 
 
-async def _collect(outbox: Outbox) -> tuple[str, Done]:
-    """The whole text. Raises ApiError where it fails."""
+async def _collect(outbox: Outbox) -> tuple[str, list[Piece], Done]:
+    """The whole text, and its tokens where probabilities are asked for. Raises ApiError where it fails."""
     texts: list[str] = []
+    tokens: list[Piece] = []
     while True:
         got = await outbox.get()
         if isinstance(got, Text):
             texts.append(got.text)
+            tokens.extend(got.tokens)
         elif isinstance(got, Done):
-            return "".join(texts), got
+            return "".join(texts), tokens, got
         else:
             raise _failure(got)
 

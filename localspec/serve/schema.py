@@ -17,6 +17,7 @@ from localspec.errors import LocalspecError, UsageError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_MESSAGES = 10_000
+MAX_PROBS = 20
 
 #: Neither changes the text.
 _PASSED_OVER = {
@@ -26,7 +27,7 @@ _PASSED_OVER = {
 #: field -> the values that ask for nothing; any other is refused with "not supported".
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
+    "function_call": ("none", "auto"), "logit_bias": ({},), "echo": (False,),
     "suffix": ("",), "modalities": (["text"],), "audio": (), "prediction": (), "grammar": ("",), "json_schema": (),
     "reasoning_effort": (), "web_search_options": (), "verbosity": (),
 }  # fmt: skip
@@ -42,7 +43,7 @@ _SAMPLING: dict[str, tuple[str, Any, Any]] = {
     "repeat_last_n": ("penalty_last_n", -1, 2**31 - 1),
 }
 _COMMON = {"model", "stream", "stream_options", "max_tokens", "stop", "seed", *_SAMPLING}
-_CHAT = {"messages", "max_completion_tokens", "response_format"}
+_CHAT = {"messages", "max_completion_tokens", "response_format", "logprobs", "top_logprobs"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -76,6 +77,7 @@ class Order:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    n_probs: int | None  # of the likeliest tokens to name at each position; None: no probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,17 @@ def take_chat(body: Any, model: str, defaults: Defaults) -> Order:
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise bad("give max_completion_tokens or max_tokens, not both", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return _order(body, _messages(body.get("messages")), limit, defaults)
+    n_probs = _whole(body, "top_logprobs", 0, MAX_PROBS) if "top_logprobs" in body else 0
+    if n_probs and not _boolean(body, "logprobs"):
+        raise bad("top_logprobs needs logprobs=true", "top_logprobs")
+    return _order(body, _messages(body.get("messages")), limit, defaults, n_probs if _boolean(body, "logprobs") else None)
 
 
 def take_completion(body: Any, model: str, defaults: Defaults) -> Order:
     """Check the body of /v1/completions. Raises ApiError."""
-    body = _fields(body, model, _COMMON | {"prompt"})
-    return _order(body, _prompt(body.get("prompt")), "max_tokens", defaults)
+    body = _fields(body, model, _COMMON | {"prompt", "logprobs"})
+    n_probs = _whole(body, "logprobs", 0, MAX_PROBS) if body.get("logprobs", False) is not False else None
+    return _order(body, _prompt(body.get("prompt")), "max_tokens", defaults, n_probs)
 
 
 def _fields(body: Any, model: str, known: set[str]) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def _fields(body: Any, model: str, known: set[str]) -> dict[str, Any]:
     return taken
 
 
-def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults) -> Order:
+def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults, n_probs: int | None) -> Order:
     stream = _boolean(body, "stream")
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
@@ -140,9 +146,9 @@ def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults) ->
     max_tokens = _whole(body, limit, 0, 1 << 31) if limit in body else None
     if defaults.max_tokens is not None:
         max_tokens = defaults.max_tokens if max_tokens is None else min(max_tokens, defaults.max_tokens)
-    return Order(
-        prompt, _sampling(body, defaults), max_tokens, _stops(body.get("stop")), stream, _boolean(options, "include_usage")
-    )
+    include_usage = _boolean(options, "include_usage")
+    sampling, stops = _sampling(body, defaults), _stops(body.get("stop"))
+    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs)
 
 
 def _sampling(body: dict[str, Any], defaults: Defaults) -> Sampling:

@@ -18,8 +18,9 @@ import numpy as np
 
 from localspec import native
 from localspec.drafters import Sequence as DraftSequence
-from localspec.engine import Engine, Request, Stats, Step
+from localspec.engine import Engine, Piece, Request, Stats, Step
 from localspec.errors import LocalspecError
+from localspec.serve.probs import Aligned
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,11 @@ class ClosingError(LocalspecError):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The next text of a job, never empty."""
+    """The next text of a job. `tokens`: those that make it, where the request asks for probabilities; the text of one may be
+    empty then, never both."""
 
     text: str
+    tokens: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Job:
     request: Request
     deliver: Callable[[Event], None]
     cancelled: bool = False
+    aligned: Aligned | None = None  # where probabilities are asked for
 
 
 @dataclass(slots=True)
@@ -210,6 +214,8 @@ class Worker:
             slot = choose_slot(self._freed, [self._engine.session.tokens[i] for i in self._freed], job.request.prompt)
             self._freed.remove(slot)
             self._running[slot] = job
+        if job.request.n_probs is not None:
+            job.aligned = Aligned(self._engine.session.model.tokenizer)
         try:
             # The engine finds a wrong last token in the next step, together with everybody else's.
             self._engine.session.model.check_tokens(np.array(job.request.prompt, np.int64))
@@ -233,8 +239,9 @@ class Worker:
     def _give(self, step: Step) -> None:
         job = self._running[step.slot]
         text = "".join(piece.text for piece in step.pieces)
-        if text and not job.cancelled:
-            job.deliver(Text(text))
+        tokens = () if job.aligned is None else tuple(job.aligned.take(step.pieces, text, step.stop))
+        if (text or tokens) and not job.cancelled:
+            job.deliver(Text(text, tokens))
         if step.stop is not None:
             job.deliver(Done(step.stop, self._end(step.slot, "n_done")))
 
