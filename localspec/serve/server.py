@@ -22,6 +22,8 @@ _LAST_BYTES_S = 2
 #: a decode can't be interrupted; a batch of a long prompt takes this long at most on any machine of use
 _LAST_DECODE_S = 30.0
 _BACKLOG = 128
+#: beyond those whose requests are taken: for idle ones, /health, and telling clients that the queue is full
+_MORE_CONNECTIONS = 64
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,7 +81,8 @@ def run(app: Any, worker: Worker, sock: socket.socket, grace: float, ready: Call
     server = _Server(
         uvicorn.Config(
             app, lifespan="off", log_config=None, access_log=False, server_header=False, http="h11", ws="none",
-            timeout_keep_alive=5, timeout_graceful_shutdown=int(grace) + _LAST_BYTES_S, backlog=_BACKLOG,
+            limit_concurrency=_MORE_CONNECTIONS + worker.n_most, backlog=_BACKLOG, timeout_keep_alive=5,
+            timeout_graceful_shutdown=int(grace) + _LAST_BYTES_S,
         )
     )  # fmt: skip
     code = 0

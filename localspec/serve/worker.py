@@ -113,7 +113,7 @@ class Worker:
         with self._lock:
             if self._deadline is not None or self._dead:
                 raise ClosingError("the server is shutting down" if not self._dead else "the server's worker has ended")
-            if len(self._waiting) + len(self._running) >= self._n_slots + self._n_queue:
+            if len(self._waiting) + len(self._running) >= self.n_most:
                 self._totals.n_refused += 1
                 raise QueueFullError(
                     f"{len(self._running)} requests are being answered and {len(self._waiting)} are waiting: try again later"
@@ -142,6 +142,11 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @property
+    def n_most(self) -> int:
+        """The most jobs that it has at any time."""
+        return self._n_slots + self._n_queue
 
     @property
     def alive(self) -> bool:
