@@ -25,26 +25,35 @@ from localspec.drafters import Drafter, Sequence, Stoppable, TapReader
 from localspec.errors import ContextFullError, UsageError
 from localspec.target import Rows, TargetSession
 from localspec.tokenizer import TextStream
+from localspec.topk import top_k
 
 
 @dataclass(slots=True)
 class Request:
-    """A text to write. `max_tokens` None: until the model ends it or the context is full."""
+    """A text to write. `max_tokens` None: until the model ends it or the context is full. `n_probs`: how many of the
+    likeliest tokens each Piece names, with its own log-probability; None: neither."""
 
     prompt: list[int]
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     key: int = 0  # of the random numbers; two requests with one key and seed share their noise
+    n_probs: int | None = None
 
 
 @dataclass(slots=True)
 class Piece:
-    """Text of one kept token and whether the drafter proposed it."""
+    """Text of one kept token and whether the drafter proposed it.
+
+    Where the request asks for them: the natural logarithm of the target's probability of it, and the likeliest tokens with
+    theirs. They are of the softmax over all logits, at temperature 1, before penalties and filters.
+    """
 
     token: int
     text: str
     from_draft: bool
+    logprob: float | None = None
+    likeliest: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -325,6 +334,8 @@ class Engine:
                 stop = "length"
             if stop:
                 break
+        if run.request.n_probs is not None:
+            _add_probabilities(pieces, rows.logits, run.request.n_probs)
         run.stats.count(verdict)
         run.stats.n_generated += len(pieces)
         if stop is None and len(seq.tokens) > self.session.n_ctx:
@@ -342,6 +353,14 @@ class Engine:
         """Text held back for a stop string or an incomplete character, as a piece without a token of its own."""
         rest = run.text.finish()
         return [Piece(-1, rest, False)] if rest else []
+
+
+def _add_probabilities(pieces: list[Piece], logits: np.ndarray, n: int) -> None:
+    """Fill in what row i of the target's logits f32[m, V] says about pieces[i]."""
+    tops = top_k(logits[: len(pieces)], max(1, n))
+    for i, piece in enumerate(pieces):
+        piece.logprob = float(logits[i, piece.token] - tops.lse[i])
+        piece.likeliest = list(zip(tops.ids[i, :n].tolist(), (tops.logits[i, :n] - tops.lse[i]).tolist()))
 
 
 _NO_HISTORY = np.zeros(0, np.int32)

@@ -25,11 +25,12 @@ LAYERS = [
     ["drafters", "data"],
     ["engine"],
     ["report", "share"],
-    ["bench", "curve", "peer", "chat", "chat_screen", "train", "convert"],
+    ["bench", "curve", "peer", "chat", "serve", "chat_screen", "train", "convert"],
     ["cli"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 THIRD_PARTY_HOME = {"torch": ("train", "convert"), "rich": ("bench", "chat", "chat_screen", "cli"), "click": ("cli",)}
+THIRD_PARTY_HOME |= {"starlette": ("serve",), "uvicorn": ("serve",)}
 
 
 def modules() -> list[tuple[str, Path]]:

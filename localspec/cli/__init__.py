@@ -21,6 +21,7 @@ from localspec.errors import LocalspecError
 COMMANDS = {
     "run": ("run_cmd", "run_cmd", "Write an answer to one prompt."),
     "chat": ("chat_cmd", "chat_cmd", "Talk with a model in the terminal."),
+    "serve": ("serve_cmd", "serve_cmd", "Answer OpenAI's API over HTTP, many requests at once."),
     "bench": ("bench_cmd", "bench_cmd", "Measure plain against speculative decoding on the same prompts."),
     "curve": ("curve_cmd", "curve_cmd", "Measure what a decode of n tokens costs on this machine."),
     "tune": ("tune_cmd", "tune_cmd", "Say how many tokens would be drafted on this machine, and why."),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 #: In the order in which they are shown; what has none of these comes last.
-HEADINGS = ("Prompt", "Measuring", "Model", "Context", "Speculation", "Sampling", "Output", "Machine")
+HEADINGS = ("Prompt", "Measuring", "Server", "Model", "Context", "Speculation", "Sampling", "Output", "Machine")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -139,8 +139,8 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     return name
 
 
-def open_engine(choice: ModelChoice) -> Loaded:
-    """Load the pair. Where the target can't be drafted for, says so and goes on plainly.
+def open_engine(choice: ModelChoice, n_sequences: int = 1) -> Loaded:
+    """Load the pair, for `n_sequences` texts at once. Where the target can't be drafted for, says so and goes on plainly.
 
     Ctrl-C ends a download at once, and gets through a load when that is done: raised while llama.cpp calls its log, it
     would be lost. A second one ends a load at once, and the process with it.
@@ -153,19 +153,19 @@ def open_engine(choice: ModelChoice) -> Loaded:
         draft = shipped_draft(gguf)
         name = "mtp" if draft is None and own_heads(gguf)[0] else drafter_name(choice, draft)
     with Interrupt(leave=True) as interrupted:
-        loaded = _open_engine(choice, target, draft, name)
+        loaded = _open_engine(choice, target, draft, name, n_sequences)
     if interrupted():
         loaded.close()
         raise KeyboardInterrupt
     return loaded
 
 
-def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str) -> Loaded:
+def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str, n_sequences: int) -> Loaded:
     settings = DrafterSettings(
         draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads, choice.use_mmap
     )
     drafting = name != "none" and choice.n_max > 0
-    model, session = open_target(choice, target, drafter=name, draft=settings if drafting else None)
+    model, session = open_target(choice, target, n_sequences, name, settings if drafting else None)
     drafter: Drafter | None = None
     if drafting:
         if session.can_roll_back:

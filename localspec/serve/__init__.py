@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over one engine. starlette and uvicorn are imported here alone, and only when it runs."""
