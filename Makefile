@@ -41,7 +41,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
-	$(PIP) install -q -e '.[lint]' "$(TORCH)"
+	$(PIP) install -q -e '.[lint,serve]' "$(TORCH)"
 	@touch $@
 
 setup: $(VENV)/.installed ## install localspec into .venv
@@ -64,7 +64,7 @@ demo-draft: $(VENV)/.installed-train ## make the default model's draft again: ho
 test: $(VENV)/.installed-test ## install what the tests need and run them all
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.installed-lint ## ruff and mypy (which reads torch's types)
+lint: $(VENV)/.installed-lint ## ruff and mypy (which reads the types of torch and Starlette)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
