@@ -22,6 +22,8 @@ more than `_LOSS` of its plain time.
 from __future__ import annotations
 
 import collections
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -190,16 +192,18 @@ class Adaptive:
         if self._since_plain >= _REFRESH * max(1.0, self._rate / plain):
             return self._say(none, "plain cost is due")
         can_cut = all(look.may_cut for look in looks)
-        order = self._likeliest(looks)
-        best, rate = self._best(n, order, self.draft.seconds)
+        alive = _survival([self.position.chance(j) for j in range(self.n_max)])
+        order = _likeliest([alive[: max(0, look.room)] for look in looks])
+        if not order:
+            return self._say(none, "no room", predicted=plain)
+        best, rate = self._best(n, order)
         pays = self.pays(best)
-        if pays and best == 0:
-            best, rate = self._best(n, order, self.draft.seconds, least=1)
-        if not (pays and best > 0):
+        if best == 0:
+            best, rate = self._best(n, order, least=1)
+        if not pays:
             self._since_trial += 1
             if self._since_trial < self._gap:
                 return self._say(none, "nothing pays", predicted=plain)
-            best, rate = self._best(n, order, self.draft.seconds, least=1)
             self._trial = True
             self._trials += 1
             self._whole = can_cut and self._trials % 2 == 1  # every other one shows what unsure tokens are worth, too
@@ -210,9 +214,7 @@ class Adaptive:
             return self._say(none, "the loss allowed is used up", predicted=plain)
         if self._trial:
             self._since_trial = 0
-        ks = list(none)
-        for i, _ in order[:allowed]:
-            ks[i] += 1
+        ks = _counts(n, order[:allowed])
         if can_cut and not (self._trial or self._whole):
             self._floor = self._stop_below(n, allowed, max(rate, plain))
         return self._say(ks, "a trial" if self._trial else "pays", predicted=rate)
@@ -247,24 +249,13 @@ class Adaptive:
         self._looks += 1
         return hopeful[self._looks % len(hopeful)] if settled else unknown
 
-    def _likeliest(self, looks: Sequence[Look]) -> list[tuple[int, float]]:
-        """(sequence, chance to survive) of every token that could be drafted, the likeliest first."""
-        found = []
-        for i, look in enumerate(looks):
-            alive = 1.0
-            for j in range(max(0, min(self.n_max, look.room))):
-                alive *= self.position.chance(j)
-                found.append((i, alive))
-        found.sort(key=lambda item: -item[1])
-        return found
-
-    def _best(self, n: int, order: Sequence[tuple[int, float]], drafting: Any, least: int = 0) -> tuple[int, float]:
+    def _best(self, n: int, order: Sequence[tuple[int, float]], least: int = 0) -> tuple[int, float]:
         """(m, tokens per second) of the best block of n sequences and the first m tokens of `order`."""
         best, top, gain = 0, 0.0, float(n)
         for m in range(len(order) + 1):
             if m:
                 gain += order[m - 1][1]
-            rate = gain / max(1e-9, self.decode.seconds(n + m) + (drafting(m) if m else 0.0))
+            rate = gain / max(1e-9, self.decode.seconds(n + m) + (self.draft.seconds(m) if m else 0.0))
             if m >= least and rate > top:
                 best, top = m, rate
         return best, top
@@ -293,13 +284,7 @@ class Adaptive:
         lengths = [len(c) for c in confidences]
         if self._whole or not all(look.may_cut for look in looks):
             return lengths
-        order = []
-        for i, values in enumerate(confidences):
-            alive = 1.0
-            for value in values:
-                alive *= self.calibration.chance(value)
-                order.append((i, alive))
-        order.sort(key=lambda item: -item[1])
+        order = _likeliest([_survival([self.calibration.chance(value) for value in values]) for values in confidences])
         n, gain = len(looks), float(len(looks))
         rate = max(self._rate, n / self.decode.seconds(n))
         best, top = 0, gain - rate * self.decode.seconds(n)
@@ -308,9 +293,7 @@ class Adaptive:
             worth = gain - rate * self.decode.seconds(n + m)
             if worth > top:
                 best, top = m, worth
-        kept = [0] * n
-        for i, _ in order[:best]:
-            kept[i] += 1
+        kept = _counts(n, order[:best])
         self._last |= {"proposed": lengths, "verified": kept}
         return kept
 
@@ -375,3 +358,22 @@ class Adaptive:
 
     def trace(self) -> dict[str, Any]:
         return self._last
+
+
+def _survival(chances: Sequence[float]) -> list[float]:
+    """Of each token of a draft, with all those before it."""
+    return list(itertools.accumulate(chances, operator.mul))
+
+
+def _likeliest(alive: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """(sequence, chance to survive) of every token, the likeliest first; `alive` by sequence."""
+    found = [(i, chance) for i, chances in enumerate(alive) for chance in chances]
+    return sorted(found, key=lambda item: -item[1])
+
+
+def _counts(n: int, tokens: Sequence[tuple[int, float]]) -> list[int]:
+    """How many of these tokens each of n sequences has."""
+    counts = [0] * n
+    for i, _ in tokens:
+        counts[i] += 1
+    return counts
