@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
-from localspec.convert.methods import Reading, Text
+from localspec.convert.methods import Reading, Text, n_kept
 from localspec.convert.output import dequantised
 from localspec.convert.speculators import described, vocabulary
 from localspec.errors import UsageError
@@ -352,11 +352,7 @@ class _Written:
             net.lean(token, hidden[:1], rows[:1])
             logits[row] = rows[0]
             drafted, _, _ = net.greedy(slot, position, token, ks, 0.0)
-            for i, guess in enumerate(drafted[0].tolist()):
-                at = start + 1 + i
-                if at >= len(text.tokens) or guess != text.tokens[at]:
-                    break
-                kept[row] += 1
+            kept[row] = n_kept(drafted[0].tolist(), text.tokens[start + 1 :])
         return logits, kept
 
     def close(self) -> None:

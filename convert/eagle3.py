@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
 from localspec.convert.foreign import ROPE, rope_factors, rope_settings
-from localspec.convert.methods import Reading, Text
+from localspec.convert.methods import Reading, Text, n_kept
 from localspec.convert.output import dequantised
 from localspec.convert.rope_rows import halves_from_pairs, pairs_from_halves
 from localspec.convert.speculators import described, vocabulary
@@ -202,11 +202,7 @@ class _Written:
             position, token = np.array([pair], np.int32), text.tokens[pair + 1 : pair + 2]
             logits[row] = net.step(slot, position, token, g[pair : pair + 1])[0][0]
             drafted, _, _ = net.greedy(slot, position, token, g[pair : pair + 1], np.array([depth], np.int32), 0.0)
-            for i, guess in enumerate(drafted[0].tolist()):
-                at = pair + 2 + i
-                if at >= len(text.tokens) or guess != text.tokens[at]:
-                    break
-                kept[row] += 1
+            kept[row] = n_kept(drafted[0].tolist(), text.tokens[pair + 2 :])
             placed = pair  # drafting has overwritten what follows
         return logits, kept
 

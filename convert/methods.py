@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from localspec.errors import UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
+from localspec.target import common_start
 
 if TYPE_CHECKING:
     from localspec.convert.checkpoint import Checkpoint
@@ -29,6 +30,11 @@ class Text:
     tokens: npt.NDArray[np.int32]
     taps: npt.NDArray[np.float32]
     said: npt.NDArray[np.bool_]
+
+
+def n_kept(drafted: Sequence[int], told: Sequence[int] | npt.NDArray[np.int32]) -> int:
+    """How many of these drafted tokens are those of a text that goes on with `told`, up to the first that is not."""
+    return common_start(drafted, [int(token) for token in told[: len(drafted)]])
 
 
 class Reading(Protocol):

@@ -179,7 +179,7 @@ class TargetSession:
         position of each piece's first token and its taps f32[n, n_taps, H], valid until it returns; what the cache held
         already is not among them.
         """
-        keep = self.rollback(seq, _common(self.tokens[seq], tokens))
+        keep = self.rollback(seq, common_start(self.tokens[seq], tokens))
         for start in range(keep, len(tokens), self.n_batch):
             if stopped():
                 return start - keep
@@ -294,10 +294,9 @@ class TargetSession:
         self.close()
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_start(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common beginning."""
-    n = min(len(a), len(b))
-    for i in range(n):
-        if a[i] != b[i]:
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
             return i
-    return n
+    return min(len(a), len(b))

@@ -20,7 +20,7 @@ from localspec.errors import LocalspecError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile, require_model
 from localspec.pairing import check_pair
 from localspec.speculator import SpeculatorConfig
-from localspec.target import Rows, TargetSession
+from localspec.target import Rows, TargetSession, common_start
 
 #: rows that may wait; more are taken in at once
 _MOST_WAITING = 64
@@ -89,11 +89,7 @@ class TapDrafter(ABC, Generic[KnownT]):
     def keep(self, seq: Sequence) -> int:
         known = self._slots[seq.slot]
         self._take_waiting(known)
-        common = 0
-        for ours, theirs in zip(known.tokens, seq.tokens):
-            if ours != theirs:
-                break
-            common += 1
+        common = common_start(known.tokens, seq.tokens)
         known.cut(max(0, min(common - self.behind, len(seq.tokens) - 1 - self.behind)))
         return known.n_rows
 

@@ -21,6 +21,7 @@ from localspec.drafters import Sequence as DraftSequence
 from localspec.engine import Engine, Piece, Request, Stats, Step
 from localspec.errors import LocalspecError
 from localspec.serve.probs import Aligned
+from localspec.target import common_start
 
 log = logging.getLogger(__name__)
 
@@ -283,15 +284,8 @@ def choose_slot(free: Sequence[int], held: Sequence[list[int]], prompt: list[int
     little would be saved (a system message that all slots share), and another conversation's cache lost for it: then an
     empty slot, or the one longest unused.
     """
-    shared = [_common(tokens, prompt) for tokens in held]
+    shared = [common_start(tokens, prompt) for tokens in held]
     best = max(range(len(free)), key=lambda i: shared[i])
     if shared[best] and 2 * shared[best] >= min(len(prompt), len(held[best])):
         return free[best]
     return free[min(range(len(free)), key=lambda i: bool(held[i]))]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

@@ -139,9 +139,14 @@ class TapDraft(nn.Module):
         return {n: t.cpu().contiguous() for n, t in found.items()}
 
 
+def positions_of(starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """i64[N]: each token's place in its sample, of samples with these bounds (Batch.starts)."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+
+
 def positions(batch: Batch) -> npt.NDArray[np.int64]:
-    """i64[N]: each token's place in its sample."""
-    return np.arange(batch.n_tokens) - np.repeat(batch.starts[:-1], np.diff(batch.starts))
+    """The same of a batch."""
+    return positions_of(batch.starts)
 
 
 def draft_starts(batch: Batch) -> npt.NDArray[np.int64]:
@@ -149,6 +154,18 @@ def draft_starts(batch: Batch) -> npt.NDArray[np.int64]:
     starts = np.flatnonzero(batch.mask) - 1
     first = np.repeat(batch.starts[:-1], np.diff(batch.starts))
     return starts[(starts >= 1) & (starts > first[starts + 1])]
+
+
+def goes_on(
+    batch: Batch, ends: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], right: npt.NDArray[np.bool_], chains: str,
+    step: int,
+) -> npt.NDArray[np.bool_]:  # fmt: skip
+    """bool[R]: which chains that began at places `rows` have a step after this one (`--chains`): those right so far, or all,
+    whose next token the assistant said. `ends` i64[N]: where each place's sample ends."""
+    on = np.ones(len(rows), bool) if chains == "all" else right
+    told = rows + 3 + step
+    result: npt.NDArray[np.bool_] = on & (told < ends[rows]) & batch.mask[np.minimum(told, len(batch.mask) - 1)]
+    return result
 
 
 def disturbed(batch: Batch, noise: float) -> Batch:

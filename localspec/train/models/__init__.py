@@ -42,6 +42,12 @@ class LossParts:
     rows: list[int]
     right: list[int]
 
+    def add(self, loss: Tensor, n_rows: int, n_right: int) -> None:
+        """What another depth came to."""
+        self.losses.append(float(loss.detach()))
+        self.rows.append(n_rows)
+        self.right.append(n_right)
+
 
 @dataclass
 class Rollout:

@@ -30,7 +30,7 @@ from localspec.speculator import SpeculatorConfig
 from localspec.train import draft_parts
 from localspec.train.attention import blocks, chain_attention
 from localspec.train.batches import Batch
-from localspec.train.draft_parts import TapDraft, disturbed, draft_starts, positions, rotate, turn
+from localspec.train.draft_parts import TapDraft, disturbed, draft_starts, goes_on, positions, rotate, turn
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
 from localspec.train.settings import setting
@@ -201,11 +201,8 @@ class Model(TapDraft):
             result = head_loss(self.norm_of(state, self.norm), self.head, low["head"], ids, batch.teacher_p[guess], wanted)
             total = total + result.loss * self.settings.step_decay**step
             right = result.right.cpu().numpy()
-            parts.losses.append(float(result.loss.detach()))
-            parts.rows.append(len(rows))
-            parts.right.append(int(right.sum()))
-            on = np.ones(len(rows), bool) if self.settings.chains == "all" else right
-            on &= (rows + 3 + step < end[rows]) & batch.mask[np.minimum(rows + 3 + step, len(batch.mask) - 1)]
+            parts.add(result.loss, len(rows), int(right.sum()))
+            on = goes_on(batch, end, rows, right, self.settings.chains, step)
             index = torch.from_numpy(np.flatnonzero(on)).to(device)
             rows = rows[on]
             if not len(rows):

@@ -33,6 +33,7 @@ from localspec.gemma4 import assistant_config, layers_read, size_of, taps_read, 
 from localspec.speculator import SpeculatorConfig
 from localspec.train.attention import Block, blocks, chain_attention
 from localspec.train.batches import Batch, collate
+from localspec.train.draft_parts import draft_starts, goes_on, positions_of
 from localspec.train.gemma4_keys import KINDS, TargetKeys, main_directions
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
@@ -237,7 +238,7 @@ class Model(nn.Module):
         position = positions_of(batch.starts)
         known, states = self.known(batch.taps, torch.from_numpy(position).to(device))
         end = np.repeat(batch.starts[1:], np.diff(batch.starts))
-        rows = chain_starts(batch)
+        rows = draft_starts(batch) - 1
         total = torch.zeros((), device=device)
         parts = LossParts(total, len(rows), [], [], [])
         if not len(rows):  # samples that were cut before anything counts
@@ -254,11 +255,8 @@ class Model(nn.Module):
             result = head_loss(x, self.head, low["head"], batch.teacher_ids[guess], batch.teacher_p[guess], wanted)
             total = total + result.loss * self.settings.step_decay**step
             right = result.right.cpu().numpy()
-            parts.losses.append(float(result.loss.detach()))
-            parts.rows.append(len(rows))
-            parts.right.append(int(right.sum()))
-            on = np.ones(len(rows), bool) if self.settings.chains == "all" else right
-            on &= (rows + 3 + step < end[rows]) & batch.mask[np.minimum(rows + 3 + step, len(batch.mask) - 1)]
+            parts.add(result.loss, len(rows), int(right.sum()))
+            on = goes_on(batch, end, rows, right, self.settings.chains, step)
             state, rows = state[torch.from_numpy(np.flatnonzero(on)).to(device)], rows[on]
             if not len(rows):
                 break
@@ -269,7 +267,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def rollout(self, batch: Batch, n_max: int) -> Rollout:
-        rows = chain_starts(batch)
+        rows = draft_starts(batch) - 1
         if not len(rows):
             return Rollout(rows + 1, np.zeros(0, np.int64))
         end = np.repeat(batch.starts[1:], np.diff(batch.starts))[rows]
@@ -307,18 +305,6 @@ class Model(nn.Module):
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         own = {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}
         return {place: own[name] for name, place in names_of(self.shape.n_layer).items()}, google_config(self.shape)
-
-
-def positions_of(starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """i64[N]: each token's place in its sample."""
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-
-
-def chain_starts(batch: Batch) -> npt.NDArray[np.int64]:
-    """Positions P of a sample whose token P + 2 the assistant said."""
-    starts = np.flatnonzero(batch.mask) - 2
-    first = np.repeat(batch.starts[:-1], np.diff(batch.starts))
-    return starts[(starts >= 0) & (starts >= first[starts + 2])]
 
 
 def google_config(shape: SpeculatorConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from localspec.speculator import SpeculatorConfig
 from localspec.train import llama_parts, vocab
 from localspec.train.attention import blocks, chain_attention
 from localspec.train.batches import Batch, collate
+from localspec.train.draft_parts import positions
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
 from localspec.train.settings import setting
@@ -243,7 +244,7 @@ class Model(nn.Module):
     def _forward(self, low: list[dict[str, Tensor]], batch: Batch, rows: Tensor) -> tuple[Tensor, list[Pair]]:
         """(states before the last norm f32[R, H] at `rows`, each layer's keys and values at all positions)."""
         dtype = low[0]["q"].dtype
-        turns = self._turns(torch.from_numpy(_positions(batch)).to(batch.tokens.device), dtype)
+        turns = self._turns(torch.from_numpy(positions(batch)).to(batch.tokens.device), dtype)
         x, known = self._embedded(batch.tokens), []
         for i, layer in enumerate(low):
             q, k, v = self._qkv(layer, x, turns)
@@ -303,7 +304,7 @@ class Model(nn.Module):
         if not len(rows):
             return Rollout(starts, accepted)
         low, head = self._low(dtype), self.head.to(dtype)
-        position = _positions(batch)
+        position = positions(batch)
         end = np.repeat(batch.starts[1:], np.diff(batch.starts))
         tokens = batch.tokens.cpu().numpy()
         x, known = self._forward(low, batch, torch.from_numpy(rows).to(device))
@@ -363,11 +364,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, starts: npt.NDArray[np.int64]) -> T
         own_q, own_k, own_v = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
         parts.append(F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True)[0].transpose(0, 1))
     return torch.cat(parts)
-
-
-def _positions(batch: Batch) -> npt.NDArray[np.int64]:
-    """i64[N]: each token's place in its sample."""
-    return np.arange(batch.n_tokens) - np.repeat(batch.starts[:-1], np.diff(batch.starts))
 
 
 def _told(batch: Batch) -> npt.NDArray[np.int64]:
