@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.accept import Draft, Sampling
+from localspec.accept import Sampling
 from localspec.control import FixedBlock
 from localspec.dflash_net import DFlashNet
-from localspec.drafters import DrafterSettings, Sequence, dflash, load, taps
+from localspec.drafters import DrafterSettings, dflash, load, taps
 from localspec.engine import Engine, Request
 from localspec.errors import LocalspecError, ModelFileError, PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -24,8 +24,8 @@ from tests.conftest import Cli
 from tests.dflash_maker import dflash_draft
 from tests.gguf_maker import edit, requantize, tiny_llama
 from tests.llama_head import LlamaBlocks
+from tests.tap_drafting import GREEDY, Sometimes, Watched, opened, write
 
-GREEDY = Sampling(temperature=0)
 MASK = 5
 
 
@@ -229,41 +229,12 @@ def test_drafts_that_can_not_be_run_are_refused(target: Path, tmp_path: Path) ->
 # -- the drafter --------------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """A drafter that writes down what it was asked and what it said."""
-
-    def __init__(self, inner: dflash.DFlashDrafter):
-        self.inner, self.name = inner, inner.name
-        self.said: list[tuple[list[int], list[int]]] = []
-        self.begin, self.commit, self.rewind = inner.begin, inner.commit, inner.rewind
-        self.keep, self.read, self.close = inner.keep, inner.read, inner.close
-
-    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
-        drafts = self.inner.propose(seqs, ks)
-        for seq, k, draft in zip(seqs, ks, drafts):
-            assert len(draft.tokens) == min(k, self.inner.net.n_most)
-            assert len(draft.confidence) == len(draft.tokens)
-            self.said.append((list(seq.tokens), draft.tokens.tolist()))
-        return drafts
-
-
 def pair(
     model: Model, draft: Path, n_sequences: int = 1, rule: str = "match", n_ctx: int = 200
 ) -> tuple[TargetSession, Watched]:
-    settings = DrafterSettings(draft, rule)
-    read = taps("dflash", model.gguf, settings)
-    session = TargetSession(model, SessionSettings(n_ctx=n_ctx, n_sequences=n_sequences, n_batch=64, taps=read))
-    drafter = load("dflash", session, settings)
+    session, drafter = opened("dflash", model, draft, n_sequences, rule, n_ctx)
     assert isinstance(drafter, dflash.DFlashDrafter)
-    return session, Watched(drafter)
-
-
-def write(engine: Engine, prompt: list[int], n: int, sampling: Sampling = GREEDY, key: int = 0) -> list[int]:
-    steps = list(engine.generate(Request(prompt, sampling, n, key=key)))
-    assert steps[-1].stop in ("length", "eog")
-    tokens = list(engine.tokens(0))
-    engine.finish(0)
-    return tokens
+    return session, Watched(drafter, lambda seq, k: min(k, drafter.net.n_most))
 
 
 def check_said(model: Model, draft: Path, watched: Watched, every: int = 1) -> int:
@@ -318,18 +289,11 @@ def test_drafts_what_the_network_says(model: Model, draft: Path, k: int) -> None
 
 
 def test_pauses_a_prompt_of_one_token_and_a_long_one(model: Model, draft: Path) -> None:
-    class Sometimes(FixedBlock):
-        step = 0
-
-        def choose(self, looks: Any) -> list[int]:
-            self.step += 1
-            return super().choose(looks) if self.step % 3 == 0 else [0] * len(looks)
-
     session, watched = pair(model, draft)
     with session:
         for prompt in ([9], [int(t) for t in np.random.default_rng(3).integers(0, 300, 150)]):
             watched.said.clear()
-            write(Engine(session, watched, Sometimes()), prompt, 30)
+            write(Engine(session, watched, Sometimes(3)), prompt, 30)
             assert check_said(model, draft, watched, every=2) > 5
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.accept import Draft, Sampling
+from localspec.accept import Sampling
 from localspec.control import FixedBlock
-from localspec.drafters import DrafterSettings, Sequence, eagle3, load, taps
+from localspec.drafters import DrafterSettings, eagle3, load, taps
 from localspec.eagle3_net import Eagle3Net
 from localspec.engine import Engine, Request
 from localspec.errors import LocalspecError, ModelFileError, PairingError, UsageError
@@ -23,8 +23,8 @@ from localspec.target import SessionSettings, TargetSession
 from tests.gguf_maker import eagle3_head, edit, requantize, tiny_llama
 from tests.head_reference import HeadReference
 from tests.llama_head import LlamaHead
+from tests.tap_drafting import GREEDY, Sometimes, Watched, opened, write
 
-GREEDY = Sampling(temperature=0)
 TAPS = (1, 2, 3)
 
 
@@ -218,38 +218,10 @@ def test_heads_that_can_not_be_run_are_refused(target: Path, tmp_path: Path) -> 
 # -- the drafter --------------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """A drafter that writes down what it was asked and what it said."""
-
-    def __init__(self, inner: eagle3.Eagle3Drafter):
-        self.inner, self.name, self.said = inner, inner.name, []  # type: ignore[var-annotated]
-        self.begin, self.commit, self.rewind = inner.begin, inner.commit, inner.rewind
-        self.keep, self.read, self.close = inner.keep, inner.read, inner.close
-
-    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
-        drafts = self.inner.propose(seqs, ks)
-        for seq, k, draft in zip(seqs, ks, drafts):
-            if len(seq.tokens) > 1:
-                assert len(draft.tokens) == k
-            self.said.append((list(seq.tokens), draft.tokens.tolist()))
-        return drafts
-
-
 def pair(model: Model, head: Path, n_sequences: int = 1, rule: str = "match") -> tuple[TargetSession, Watched]:
-    settings = DrafterSettings(head, rule)
-    read = taps("eagle3", model.gguf, settings)
-    session = TargetSession(model, SessionSettings(n_ctx=200, n_sequences=n_sequences, n_batch=64, taps=read))
-    drafter = load("eagle3", session, settings)
+    session, drafter = opened("eagle3", model, head, n_sequences, rule)
     assert isinstance(drafter, eagle3.Eagle3Drafter)
-    return session, Watched(drafter)
-
-
-def write(engine: Engine, prompt: list[int], n: int, sampling: Sampling = GREEDY, key: int = 0) -> list[int]:
-    steps = list(engine.generate(Request(prompt, sampling, n, key=key)))
-    assert steps[-1].stop in ("length", "eog")
-    tokens = list(engine.tokens(0))
-    engine.finish(0)
-    return tokens
+    return session, Watched(drafter, lambda seq, k: k if len(seq.tokens) > 1 else None)
 
 
 def drafted_from_nothing(
@@ -298,16 +270,9 @@ def test_drafts_what_the_head_says(model: Model, head: Path, k: int) -> None:
 
 
 def test_pauses_leave_no_gap(model: Model, head: Path) -> None:
-    class Sometimes(FixedBlock):
-        step = 0
-
-        def choose(self, looks: Any) -> list[int]:
-            self.step += 1
-            return super().choose(looks) if self.step % 4 == 0 else [0] * len(looks)
-
     session, watched = pair(model, head)
     with session:
-        write(Engine(session, watched, Sometimes()), PROMPT, 60)
+        write(Engine(session, watched, Sometimes(4)), PROMPT, 60)
         assert check_said(model, head, watched) > 10
 
 

@@ -23,7 +23,8 @@ from localspec.pairing import llama_spec_type
 from localspec.shipped import FOLDER
 from localspec.target import Rows, TargetSession
 from tests.gguf_maker import eagle3_head, tiny_llama
-from tests.test_eagle3 import PROMPT, check_said, pair, write
+from tests.tap_drafting import write
+from tests.test_eagle3 import PROMPT, check_said, pair
 
 GREEDY = Sampling(temperature=0)
 NO_ROWS = Rows(np.zeros((0, 1), np.float32), None)

@@ -31,6 +31,7 @@ from localspec.train.settings import TrainSettings, check, from_dict  # noqa: E4
 from localspec.train.target_weights import TargetWeights  # noqa: E402
 from tests import train_data  # noqa: E402
 from tests.eagle3_reference import Reference, decode_again  # noqa: E402
+from tests.training import go, losses, place_for  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 EAGLE3 = models.find("eagle3")
@@ -42,23 +43,11 @@ OWN = EAGLE3.Settings(ttt=3, draft_vocab=64, n_ff=48, window=0)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with target.gguf and shards in data."""
-    folder = tmp_path_factory.mktemp("train")
-    train_data.shards(folder / "data", train_data.target(folder))
-    return folder
+    return place_for(tmp_path_factory, "train")
 
 
 def make_run(place: Path, out: Path, own: Any = OWN, **changes: Any) -> loop.Run:
     return loop.Run("eagle3", place / "target.gguf", place / "data", out, replace(SETTINGS, **changes), own)
-
-
-def go(run: loop.Run) -> tuple[evaluate.Report, list[str]]:
-    said: list[str] = []
-    return loop.train(run, said.append, lambda _: None), said
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics.read(out / "metrics.jsonl") if "loss" in line]
 
 
 @pytest.fixture(scope="module")

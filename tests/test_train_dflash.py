@@ -26,6 +26,7 @@ from localspec.train.target_weights import TargetWeights  # noqa: E402
 from tests import train_data  # noqa: E402
 from tests.dflash_reference import Reference  # noqa: E402
 from tests.test_train import hugging_face_target  # noqa: E402
+from tests.training import place_for  # noqa: E402
 
 KINDS = ("dflash", "dspark")
 SETTINGS = TrainSettings(
@@ -41,10 +42,7 @@ def own(kind: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with target.gguf and shards in data."""
-    folder = tmp_path_factory.mktemp("dflash")
-    train_data.shards(folder / "data", train_data.target(folder))
-    return folder
+    return place_for(tmp_path_factory, "dflash")
 
 
 def go(place: Path, out: Path, kind: str, settings: Any = None, **changes: Any) -> evaluate.Report:

@@ -19,7 +19,7 @@ from localspec.data.shards import Sample, Shards  # noqa: E402
 from localspec.errors import TrainError  # noqa: E402
 from localspec.gguf_file import GGUFFile  # noqa: E402
 from localspec.speculator import SpeculatorConfig  # noqa: E402
-from localspec.train import checkpoint, evaluate, loop, metrics, models, vocab  # noqa: E402
+from localspec.train import checkpoint, loop, metrics, models, vocab  # noqa: E402
 from localspec.train.llama_parts import halves_from_pairs  # noqa: E402
 from localspec.train.losses import head_loss  # noqa: E402
 from localspec.train.settings import TrainSettings  # noqa: E402
@@ -27,6 +27,7 @@ from localspec.train.target_weights import TargetWeights  # noqa: E402
 from tests import gguf_maker, train_data  # noqa: E402
 from tests.test_convert_llama import logits, tiny_qwen2  # noqa: E402
 from tests.test_train_cli import call  # noqa: E402
+from tests.training import go, losses, place_for  # noqa: E402
 
 SMALL = models.find("small")
 SETTINGS = TrainSettings(
@@ -234,23 +235,11 @@ def test_its_settings_are_options(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with target.gguf and shards in data."""
-    folder = tmp_path_factory.mktemp("small")
-    train_data.shards(folder / "data", train_data.target(folder))
-    return folder
+    return place_for(tmp_path_factory, "small")
 
 
 def make_run(place: Path, out: Path, own: Any = OWN, **changes: Any) -> loop.Run:
     return loop.Run("small", place / "target.gguf", place / "data", out, replace(SETTINGS, **changes), own)
-
-
-def go(run: loop.Run) -> tuple[evaluate.Report, list[str]]:
-    said: list[str] = []
-    return loop.train(run, said.append, lambda _: None), said
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics.read(out / "metrics.jsonl") if "loss" in line]
 
 
 @pytest.fixture(scope="module")
