@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -235,6 +236,7 @@ _NEXTN = (
 )
 
 
+@functools.cache  # asked for at every decode
 def nextn_states() -> tuple[Any, Any] | None:
     """llama.cpp's C++ functions that ask for and give the states that next-token heads read; None where this build does not
     export them."""
