@@ -10,9 +10,14 @@ NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 TORCH  ?= torch==2.13.0
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
 N      ?= 200
-# For demo-draft: more prompts (JSONL), and where data and checkpoints stay between runs.
+# For demo-draft: more prompts (JSONL), where data and checkpoints stay between runs, how many tokens of answers to prompts and in
+# all, how many prompts of the model's own, and how often to go over them.
 PROMPTS ?= $(wildcard ../shared/prompts/train.jsonl)
 WORK    ?= $(HOME)/.cache/localspec/demo-draft
+TOKENS  ?= 759000
+ALL     ?= 1096000
+SELF    ?= 800
+EPOCHS  ?= 5
 IN     ?=
 CKPT   ?=
 OUT    ?=
@@ -55,10 +60,10 @@ demo: setup ## write a text with the default pair, then measure it against plain
 	$(BIN)/localspec bench --limit 3 -n 128 $(ARGS)
 
 demo-draft: $(VENV)/.installed-train ## make the default model's draft again: hours; a stopped run goes on
-	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 --tokens 759000 -s 1)
-	$(BIN)/localspec data -o "$(WORK)/data" --self 800 -s 1
-	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens 1096000 -s 1
-	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run" --epochs 5
+	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 --tokens $(TOKENS) -s 1)
+	$(BIN)/localspec data -o "$(WORK)/data" --self $(SELF) -s 1
+	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens $(ALL) -s 1
+	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run" --epochs $(EPOCHS)
 	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0
 
 test: $(VENV)/.installed-test ## install what the tests need and run them all
