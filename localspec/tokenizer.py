@@ -13,6 +13,8 @@ import numpy as np
 from localspec import native
 from localspec.errors import ContextFullError, UsageError
 
+_WITHOUT_TEXT = 1 | 8  # llama.cpp's attributes of unknown and control tokens
+
 
 class Tokenizer:
     """Encodes and decodes with one model's vocabulary (``vocab`` is llama.cpp's handle)."""
@@ -25,6 +27,7 @@ class Tokenizer:
         self.eos = int(lib.llama_vocab_eos(vocab))
         self.add_bos = bool(lib.llama_vocab_get_add_bos(vocab))
         self._eog: np.ndarray | None = None
+        self._silent: np.ndarray | None = None
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -35,6 +38,16 @@ class Tokenizer:
             vocab = self._vocab
             self._eog = np.fromiter((is_eog(vocab, i) for i in range(self.n_vocab)), dtype=np.uint8, count=self.n_vocab)
         return self._eog
+
+    @property
+    def silent(self) -> np.ndarray:
+        """bool[V]: True where a token has no text that `piece` shows and does not end a generation, either."""
+        if self._silent is None:
+            attributes = native.lib().llama_vocab_get_attr
+            vocab = self._vocab
+            kinds = np.fromiter((attributes(vocab, i) for i in range(self.n_vocab)), dtype=np.int32, count=self.n_vocab)
+            self._silent = ((kinds & _WITHOUT_TEXT) != 0) & (self.eog == 0)
+        return self._silent
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` adds what the model wants at the start (BOS), and at the end."""
