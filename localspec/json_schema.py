@@ -167,8 +167,8 @@ class _Converter:
     def _constants(self, keys: dict[str, Any], where: str) -> str:
         self._alone(keys, {"enum", "const", "type"}, where)
         values = self._list(keys["enum"], f"{where}.enum") if "enum" in keys else [keys["const"]]
-        if "const" in keys:
-            values = [value for value in values if value == keys["const"]]
+        if "const" in keys and "enum" in keys:
+            values = [value for value in values if json.dumps(value) == json.dumps(keys["const"])]
         if "type" in keys:
             types = self._types({"type": keys["type"]}, where)
             values = [value for value in values if any(_IS[kind](value) for kind in types)]

@@ -91,7 +91,7 @@ class Server:
         sock.settimeout(60)
         sock.connect(self.address)
         data = json.dumps({"model": self.model, "stream": True, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
         sock.sendall(head.encode() + data)
         return sock
 
