@@ -20,6 +20,7 @@ from localspec.grammar import Constraint, Grammar, narrowed
 from localspec.json_schema import ANY_OBJECT, to_gbnf
 from localspec.model import Model
 from localspec.target import SessionSettings, TargetSession
+from tests.conftest import Cli
 from tests.gguf_maker import random_draft, tiny_llama
 
 GREEDY = Sampling(temperature=0)
@@ -224,10 +225,10 @@ def test_dropping_forbidden_drafts_keeps_the_distribution(session: TargetSession
     row[letters] = np.log([0.1, 0.3, 0.1, 0.4, 0.1]).astype(np.float32)
     wanted = np.array([0.2, 0.6, 0.2])
     order = np.argsort(letters)
-    q = np.array([0.5, 0.1, 0.05, 0.3, 0.05])
+    q = np.array([0.45, 0.01, 0.04, 0.45, 0.05])
     rng = np.random.default_rng(1)
     counts = {"judged": np.zeros(3), "point": np.zeros(3)}
-    n = 6000
+    n = 800
     for seed in range(n):
         drawn = rng.choice(5, p=q)
         sampling = Sampling(1.0, 0, 0.999, 0.0, seed=seed)
@@ -402,3 +403,36 @@ def test_a_schema_nested_beyond_reason_is_refused() -> None:
         deep = {"items": deep}
     with pytest.raises(UsageError, match="nested too deep"):
         to_gbnf(deep)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------------
+
+
+def test_run_takes_grammars_and_schemas(cli: Cli, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": ["é", 7]}', encoding="utf-8")
+    (tmp_path / "yes.gbnf").write_text('root ::= "yes" | "no"\n')
+    for args, texts in (
+        (["-j", "@schema.json"], ('"é"', "7")),
+        (["--grammar-file", "yes.gbnf", "--accept", "reject"], ("yes", "no")),
+    ):
+        result = cli("run", "-m", path, "-p", "the cat", "-t", 1, *args)
+        assert (result.rc, result.stdout.strip() in texts) == (0, True), result
+        assert "stop: eog" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--grammar", "root ::= x"], "'x', which is not defined"),
+        (["--grammar", 'root ::= "cat" [z-a]'], "allows no token"),
+        (["-j", "{"], "not valid JSON"),
+        (["--json-schema", "@/no/such.json"], "/no/such.json"),
+        (["--grammar", 'root ::= "a"', "-j", "{}"], "not both"),
+    ],
+)
+def test_run_says_what_is_wrong_with_a_grammar(cli: Cli, path: Path, args: list[str], message: str) -> None:
+    result = cli("run", "-m", path, "-p", "the cat", "-t", 1, *args)
+    last = result.stderr.splitlines()[-1]
+    assert result.rc == 2
+    assert last.startswith("localspec: error: ")
+    assert message in last
