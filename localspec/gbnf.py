@@ -24,18 +24,24 @@ _SPACE_OR_LINE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[a-zA-Z0-9-]+")
 _TIMES = re.compile(r"\{[ \t]*([0-9]{1,9})[ \t]*(,?)[ \t]*([0-9]{0,9})[ \t]*\}")
 _ESCAPE = re.compile(r'\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\"\[\]-])')
+_BEYOND = re.compile(r"\\u|\\U|\\x[89a-fA-F]")  # escapes of what is not ASCII
 
 Symbol = str | int  # a rule's name, or so many characters and classes that must be there
 Sequence = list[Symbol]
 
 
-def check(text: str) -> None:
-    """Raise UsageError, with the line, for a grammar that llama.cpp can't work with."""
+def check(text: str) -> bool:
+    """Raise UsageError, with the line, for a grammar that llama.cpp can't work with.
+
+    Returns whether a character's first byte tells enough of it: of a class such as [^é], llama.cpp refuses the first byte of
+    é alone, which è has, too.
+    """
     if len(text) > MAX_CHARS:
         raise UsageError(f"the grammar has {len(text):,} characters; at most {MAX_CHARS:,} are taken")
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise UsageError("the grammar is not text: it holds a zero byte or half a character")
-    rules = _Reader(text).read()
+    reader = _Reader(text)
+    rules = reader.read()
     if "root" not in rules:
         raise UsageError("the grammar has no rule 'root', with which a text begins")
     for name, alternatives in rules.items():
@@ -43,6 +49,7 @@ def check(text: str) -> None:
             if symbol not in rules:
                 raise UsageError(f"the grammar's rule {_said(name)} names '{symbol}', which is not defined")
     _check_starts(rules)
+    return reader.bytes_tell
 
 
 def _references(alternatives: list[Sequence]) -> Iterator[str]:
@@ -105,6 +112,7 @@ class _Reader:
         self._rules: dict[str, list[Sequence]] = {}
         self._seen: set[str] = set()  # names, and rules made
         self._n_made = self._n_elements = self._depth = 0
+        self.bytes_tell = True
 
     def read(self) -> dict[str, list[Sequence]]:
         """name -> alternatives."""
@@ -237,6 +245,8 @@ class _Reader:
                 self._character(opened)
                 n += 1
         self._at += 1
+        written = self._text[opened : self._at]
+        self.bytes_tell &= not (written.startswith("[^") and (not written.isascii() or _BEYOND.search(written)))
         self._n_elements += max(0, n - 1)
         return [1] if n else []
 

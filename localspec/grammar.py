@@ -31,7 +31,8 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 
-_LIKELIEST = (64, 512, 4096)  # tokens asked about before all are
+_LIKELIEST = (64, 512)  # tokens asked about before all are
+_FEW_BEGINNINGS = 16  # first bytes for each of which second ones are asked about
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
@@ -39,10 +40,11 @@ class Grammar:
     """A grammar for the texts of one model. Raises UsageError where it can't be used, in one line."""
 
     def __init__(self, model: Model, text: str):
-        gbnf.check(text)
+        self._bytes_tell = gbnf.check(text)
         self.model = model
         if not model.tokenizer.eog.any():
             raise UsageError(f"{model.path}: the vocabulary has no token for a text's end, so none can be held to a grammar")
+        model.tokenizer.starts  # noqa: B018 (takes a while the first time: not in the middle of other texts)
         lib = native.lib()
         native.clear_log()
         self._sampler = lib.llama_sampler_init_grammar(model.vocab, text.encode(), b"root")
@@ -52,20 +54,21 @@ class Grammar:
 
     def begin(self) -> Constraint:
         """For a text that has not begun."""
-        return Constraint(self.model, native.lib().llama_sampler_clone(self._sampler))
+        return Constraint(self.model, native.lib().llama_sampler_clone(self._sampler), self._bytes_tell)
 
 
 class Constraint:
     """A grammar and how far one text has come in it."""
 
-    def __init__(self, model: Model, sampler: int):
+    def __init__(self, model: Model, sampler: int, bytes_tell: bool):
         self._model = model
+        self._bytes_tell = bytes_tell
         self._sampler = sampler
         _free_with(self, sampler)
 
     def copy(self) -> Constraint:
         """For tokens that may not count."""
-        return Constraint(self._model, native.lib().llama_sampler_clone(self._sampler))
+        return Constraint(self._model, native.lib().llama_sampler_clone(self._sampler), self._bytes_tell)
 
     def allowed(self, ids: I32) -> npt.NDArray[np.bool_]:
         """Which of these tokens may come next: bool[n]."""
@@ -80,6 +83,30 @@ class Constraint:
     def allows(self, token: int) -> bool:
         """Whether this token may come next."""
         return bool(self.allowed(np.array([token], np.int32))[0])
+
+    def every(self) -> I32:
+        """All tokens that may come next, by id: i32[n].
+
+        Most need not be asked about: a token can't come where its first byte, or its second after that, can't.
+        """
+        tokenizer = self._model.tokenizer
+        starts, single = tokenizer.starts
+        known = np.flatnonzero(single >= 0)
+        if not self._bytes_tell:
+            known = known[known < 128]
+        first = np.ones(256, np.bool_)
+        first[known] = self.allowed(single[known])
+        asked = first[starts[:, 0]]
+        begins = known[first[known] & (known < 128)]
+        for byte in begins if len(begins) <= _FEW_BEGINNINGS else ():
+            group = np.flatnonzero(starts[:, 0] == byte)
+            after = self.copy()
+            after.take(int(single[byte]))
+            second = np.ones(256, np.bool_)
+            second[known] = after.allowed(single[known])
+            asked[group] = second[starts[group, 1]]
+        ids = np.flatnonzero((asked & ~tokenizer.silent) | (tokenizer.eog != 0)).astype(np.int32)
+        return ids[self.allowed(ids)]
 
     def take(self, token: int) -> None:
         """Go on by a token. Raises NativeError where it is not allowed: llama.cpp would end the process."""
@@ -112,8 +139,7 @@ class Constraint:
         n_vocab = len(row)
         for n in (*(n for n in _LIKELIEST if n < n_vocab // 2), n_vocab):
             if n == n_vocab or _unfiltered(sampling):
-                ids = np.arange(n_vocab, dtype=np.int32)
-                ids = ids[self.allowed(ids)]
+                ids = self.every()
                 break
             tops = top_k(ranked[None], n)
             first = tops.ids[0, tops.logits[0] > -np.inf]

@@ -170,6 +170,24 @@ def test_a_refused_token_is_an_error_and_not_the_end_of_the_process(session: Tar
             constraint.take(token)
 
 
+PLACES = [
+    (to_gbnf(PERSON), '{"name": "thé 😀", "mood": "gl'),
+    ('root ::= [^é]+ "x" [éü]', "eü 😀xü"),
+    ('root ::= " a"? "b" | [à-ÿ] . "!"', "üé!"),
+]
+
+
+def test_every_allowed_token_is_found(smollm2: Path, model: Model) -> None:
+    with Model(smollm2) as real:
+        for loaded in (model, real):
+            every = np.arange(loaded.n_vocab, dtype=np.int32)
+            for grammar, text in PLACES:
+                constraint = Grammar(loaded, grammar).begin()
+                for token in loaded.tokenizer.encode(text):
+                    assert constraint.every().tolist() == np.flatnonzero(constraint.allowed(every)).tolist()
+                    constraint.take(token)
+
+
 # -- rows -------------------------------------------------------------------------------------------------------------------
 
 
