@@ -172,7 +172,7 @@ def test_a_refused_token_is_an_error_and_not_the_end_of_the_process(session: Tar
 
 PLACES = [
     (to_gbnf(PERSON), '{"name": "thé 😀", "mood": "gl'),
-    ('root ::= [^é]+ "x" [éü]', "eü 😀xü"),
+    ('root ::= [^é]+ "x" [éü]', "e 😀xü"),
     ('root ::= " a"? "b" | [à-ÿ] . "!"', "üé!"),
 ]
 
