@@ -18,6 +18,7 @@ MAX_ELEMENTS = 20_000  # characters, classes and references once repetitions are
 MAX_DEPTH = 64  # parentheses
 MAX_REPEATS = 2000  # llama.cpp reads more than these as "without end"
 MAX_STARTS = 2000  # ways in which a rule can begin
+MAX_STEPS = 500  # rules that begin with each other, for llama.cpp's stack
 
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_OR_LINE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
@@ -82,7 +83,11 @@ def _check_starts(rules: dict[str, list[Sequence]]) -> None:
             f"the grammar's rule {_said(name)} can begin with itself: left recursion, or a repetition of what may be empty"
         ) from None
     ways: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for name in order:
+        steps[name] = 1 + max((steps[first] for first in begins[name]), default=0)
+        if steps[name] > MAX_STEPS:
+            raise UsageError(f"the grammar's rule {_said(name)} begins with a chain of more than {MAX_STEPS} rules")
         ways[name] = 1 + len(rules[name]) + sum(ways[first] for first in begins[name])
         if ways[name] > MAX_STARTS:
             raise UsageError(f"the grammar's rule {_said(name)} can begin in more than {MAX_STARTS} ways: make it simpler")
@@ -90,16 +95,27 @@ def _check_starts(rules: dict[str, list[Sequence]]) -> None:
 
 def _may_be_empty(rules: dict[str, list[Sequence]]) -> set[str]:
     empty: set[str] = set()
-    users: dict[str, list[str]] = {}
+    missing: list[int] = []  # of each sequence without characters: references not known to be empty
+    owner: list[str] = []
+    users: dict[str, list[int]] = {}
     for name, alternatives in rules.items():
-        for symbol in _references(alternatives):
-            users.setdefault(symbol, []).append(name)
-    todo = list(rules)
+        for sequence in alternatives:
+            if any(isinstance(symbol, int) for symbol in sequence):
+                continue
+            for symbol in _references([sequence]):
+                users.setdefault(symbol, []).append(len(missing))
+            missing.append(len(sequence))
+            owner.append(name)
+    todo = [owner[i] for i, n in enumerate(missing) if n == 0]
     while todo:
         name = todo.pop()
-        if name not in empty and any(all(symbol in empty for symbol in sequence) for sequence in rules[name]):
-            empty.add(name)
-            todo.extend(users.get(name, ()))
+        if name in empty:
+            continue
+        empty.add(name)
+        for i in users.get(name, ()):
+            missing[i] -= 1
+            if missing[i] == 0:
+                todo.append(owner[i])
     return empty
 
 

@@ -106,6 +106,34 @@ def integers(low: int | None, high: int | None, where: str) -> str:
     return " | ".join(parts)
 
 
+def numbers(low: int | None, high: int | None, without_low: bool, without_high: bool, where: str) -> str:
+    """GBNF for the numbers, with or without decimals, between two whole ones, which may themselves be left out."""
+    most = 10**_MAX_DIGITS - 1
+    low, high = -most if low is None else low, most if high is None else high
+    if max(abs(low), abs(high)) > most:
+        raise UsageError(f"{where}: bounds beyond {_MAX_DIGITS} digits are not supported")
+    if low > high or (low == high and (without_low or without_high)):
+        raise UsageError(f"{where}: no number is between {low} and {high}, bounds left out")
+    parts = []
+    if low < 0:
+        parts.append(f'"-" ({_decimals(max(0, -high), -low, without_high and high <= 0, without_low)})')
+    if high > 0 or (high == 0 and not without_high):
+        parts.append(_decimals(max(0, low), high, without_low and low >= 0, without_high))
+    return " | ".join(parts)
+
+
+def _decimals(low: int, high: int, without_low: bool, without_high: bool) -> str:
+    """0 <= low <= high."""
+    parts = []
+    if high - low > 1:
+        parts.append(f'({_between(low + 1, high - 1)}) ("." [0-9]{{1,15}})?')
+    if high > low:
+        parts.append(f'"{low}" "." [0-9]{{0,14}} [1-9]' if without_low else f'"{low}" ("." [0-9]{{1,15}})?')
+    if not (without_high or (high == low and without_low)):
+        parts.append(f'"{high}" ("." "0"{{1,15}})?')
+    return " | ".join(parts) if parts else "[\\x01-\\x00]"
+
+
 def _between(low: int, high: int) -> str:
     """0 <= low <= high, without leading zeros."""
     parts = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from localspec import gbnf
 from localspec.errors import UsageError
-from localspec.json_parts import FORMATS, PARTS, integers, literal, other_strings, pattern
+from localspec.json_parts import FORMATS, PARTS, integers, literal, numbers, other_strings, pattern
 
 MAX_BYTES = 1 << 16
 #: of any JSON object: what `json_object` asks for
@@ -28,7 +28,7 @@ _KEYWORDS = {
     "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": set(),
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "boolean": set(),
     "null": set(),
 }
@@ -124,7 +124,7 @@ class _Converter:
         types = given if isinstance(given, list) and given else [given]
         if given is None:
             types = [kind for kind, words in _KEYWORDS.items() if words & set(keys)]
-            if len(types) != 1:
+            if len(types) != 1 and set(types) != {"integer", "number"}:
                 odd = sorted(set(keys) - set().union(*_KEYWORDS.values())) or sorted(keys)
                 raise UsageError(f"{where}: {_clip(odd[0])} is not supported without a type")
         for kind in types:
@@ -259,20 +259,27 @@ class _Converter:
         return self._rule(f'"\\"" {self._part("char")}{{{low or 0},{"" if high is None else high}}} "\\""')
 
     def _integer(self, keys: dict[str, Any], where: str) -> str:
-        low = high = None
+        low, high, without_low, without_high = self._bounds(keys, where)
+        if low is None and high is None:
+            return self._part("integer")
+        low, high = None if low is None else low + without_low, None if high is None else high - without_high
+        return self._rule(integers(low, high, where))
+
+    def _number(self, keys: dict[str, Any], where: str) -> str:
+        bounds = self._bounds(keys, where)
+        return self._part("number") if bounds[:2] == (None, None) else self._rule(numbers(*bounds, where))
+
+    @staticmethod
+    def _bounds(keys: dict[str, Any], where: str) -> tuple[int | None, int | None, bool, bool]:
+        """(least, most, is the least left out, is the most)."""
         for key, value in keys.items():
             if not _IS["integer"](value):
                 raise UsageError(f"{where}.{key} must be a whole number, not {_clip(value)}")
-            if key in ("minimum", "exclusiveMinimum"):
-                bound = int(value) + (key == "exclusiveMinimum")
-                low = bound if low is None else max(low, bound)
-            else:
-                bound = int(value) - (key == "exclusiveMaximum")
-                high = bound if high is None else min(high, bound)
-        return self._part("integer") if low is None and high is None else self._rule(integers(low, high, where))
-
-    def _number(self, _keys: dict[str, Any], _where: str) -> str:
-        return self._part("number")
+        lows = [(int(keys[key]), key != "minimum") for key in ("minimum", "exclusiveMinimum") if key in keys]
+        highs = [(-int(keys[key]), key != "maximum") for key in ("maximum", "exclusiveMaximum") if key in keys]
+        low, without_low = max(lows, default=(None, False))
+        high, without_high = max(highs, default=(None, False))
+        return low, None if high is None else -high, without_low, without_high
 
     def _boolean(self, _keys: dict[str, Any], _where: str) -> str:
         return self._rule('"true" | "false"')
