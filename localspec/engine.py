@@ -23,6 +23,7 @@ from localspec.accept import Block, Draft, Sampling, Verdict, verify
 from localspec.control import Controller, FixedBlock, Look, Outcome
 from localspec.drafters import Drafter, Sequence, Stoppable, TapReader
 from localspec.errors import ContextFullError, UsageError
+from localspec.grammar import Constraint, Grammar, narrowed
 from localspec.target import Rows, TargetSession
 from localspec.tokenizer import TextStream
 from localspec.topk import top_k
@@ -31,7 +32,7 @@ from localspec.topk import top_k
 @dataclass(slots=True)
 class Request:
     """A text to write. `max_tokens` None: until the model ends it or the context is full. `n_probs`: how many of the
-    likeliest tokens each Piece names, with its own log-probability; None: neither."""
+    likeliest tokens each Piece names, with its own log-probability; None: neither. `grammar`: what the text must be."""
 
     prompt: list[int]
     sampling: Sampling = field(default_factory=Sampling)
@@ -39,6 +40,7 @@ class Request:
     stop: tuple[str, ...] = ()
     key: int = 0  # of the random numbers; two requests with one key and seed share their noise
     n_probs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Step:
 
     slot: int
     pieces: list[Piece]
-    stop: str | None = None  # eog, length, stop-string, context, interrupted
+    stop: str | None = None  # eog, length, stop-string, context, interrupted, grammar (which allows no token)
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class _Running:
     text: TextStream
     n_left: int
     stats: Stats
+    constraint: Constraint | None = None
 
 
 class Engine:
@@ -196,7 +199,8 @@ class Engine:
         stats.t_prompt = time.perf_counter() - began
         n_left = request.max_tokens if request.max_tokens is not None else self.session.n_ctx
         text = TextStream(self.session.model.tokenizer, request.stop)
-        self._running[slot] = _Running(seq, request, text, n_left, stats)
+        constraint = None if request.grammar is None else request.grammar.begin()
+        self._running[slot] = _Running(seq, request, text, n_left, stats, constraint)
         return slot
 
     def _prefill(self, seq: Sequence, stopped: Callable[[], bool]) -> int:
@@ -257,7 +261,9 @@ class Engine:
             [(run.seq.slot, [run.seq.tokens[-1], *draft.tokens.tolist()]) for run, draft in zip(active, drafts)]
         )
         t2 = time.perf_counter()
-        verdicts = verify(rows.logits, [self._block(r, d) for r, d in zip(active, drafts)], self.rule, self._eog)
+        blocks = [self._block(run, draft) for run, draft in zip(active, drafts)]
+        logits = narrowed(rows.logits, blocks, [run.constraint for run in active], self.rule)
+        verdicts = verify(logits, blocks, self.rule, self._eog)
         t3 = time.perf_counter()
         at = 0
         outcomes: list[Outcome] = []
@@ -295,6 +301,9 @@ class Engine:
         proposed = sum(len(draft.tokens) for draft in drafts)
         kept = self.controller.cut(looks, [draft.confidence.tolist() for draft in drafts])
         drafts = [draft.first(n) if n < len(draft.tokens) else draft for draft, n in zip(drafts, kept)]
+        for i, run in enumerate(active):
+            if run.constraint is not None:
+                drafts[i] = run.constraint.useful(drafts[i], looks[i].may_cut or drafts[i].q_ids is None)
         return drafts, proposed, time.perf_counter() - began
 
     def _look(self, run: _Running, n_active: int) -> Look:
@@ -322,8 +331,10 @@ class Engine:
             if self._eog[token]:
                 seq.tokens.append(token)
                 pieces.append(Piece(token, "", i < verdict.n_accepted))
-                stop = "eog"
+                stop = "eog" if run.constraint is None or run.constraint.may_end else "grammar"
                 break
+            if run.constraint is not None:
+                run.constraint.take(token)
             pushed = run.text.push(token)
             seq.tokens.append(token)
             pieces.append(Piece(token, pushed.text, i < verdict.n_accepted))

@@ -13,6 +13,8 @@ import numpy as np
 from localspec import native
 from localspec.errors import ContextFullError, UsageError
 
+_WITHOUT_TEXT = 1 | 8  # llama.cpp's attributes of unknown and control tokens
+
 
 class Tokenizer:
     """Encodes and decodes with one model's vocabulary (``vocab`` is llama.cpp's handle)."""
@@ -25,6 +27,8 @@ class Tokenizer:
         self.eos = int(lib.llama_vocab_eos(vocab))
         self.add_bos = bool(lib.llama_vocab_get_add_bos(vocab))
         self._eog: np.ndarray | None = None
+        self._silent: np.ndarray | None = None
+        self._starts: tuple[np.ndarray, np.ndarray] | None = None
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -35,6 +39,38 @@ class Tokenizer:
             vocab = self._vocab
             self._eog = np.fromiter((is_eog(vocab, i) for i in range(self.n_vocab)), dtype=np.uint8, count=self.n_vocab)
         return self._eog
+
+    @property
+    def silent(self) -> np.ndarray:
+        """bool[V]: True where a token has no text that `piece` shows and does not end a generation, either."""
+        if self._silent is None:
+            attributes = native.lib().llama_vocab_get_attr
+            vocab = self._vocab
+            kinds = np.fromiter((attributes(vocab, i) for i in range(self.n_vocab)), dtype=np.int32, count=self.n_vocab)
+            self._silent = ((kinds & _WITHOUT_TEXT) != 0) & (self.eog == 0)
+        return self._silent
+
+    @property
+    def starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """(u8[V, 2] the first two bytes of each token, control tokens too, 0 where it is shorter; i32[256] for each byte a
+        token that is just this byte, -1 where there is none)."""
+        if self._starts is None:
+            to_piece, vocab, size = native.lib().llama_token_to_piece, self._vocab, 8
+            buffer = (ctypes.c_uint8 * size)()
+            as_chars = ctypes.cast(buffer, ctypes.c_char_p)
+            starts, single = np.zeros((self.n_vocab, 2), np.uint8), np.full(256, -1, np.int32)
+            for token in range(self.n_vocab):
+                n = to_piece(vocab, token, as_chars, size, 0, True)
+                if n < 0:  # a long one
+                    starts[token] = list(self._piece(token, True)[:2])
+                elif n > 1:
+                    starts[token] = buffer[0], buffer[1]
+                elif n == 1:
+                    starts[token, 0] = buffer[0]
+                    if buffer[0] > 0 and not self.silent[token]:
+                        single[buffer[0]] = token
+            self._starts = starts, single
+        return self._starts
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` adds what the model wants at the start (BOS), and at the end."""

@@ -91,7 +91,7 @@ class Server:
         sock.settimeout(60)
         sock.connect(self.address)
         data = json.dumps({"model": self.model, "stream": True, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
         sock.sendall(head.encode() + data)
         return sock
 
@@ -311,6 +311,56 @@ def test_logprobs_of_a_stream_and_of_a_stopped_text(server: Server) -> None:
     assert [entry.top_logprobs for entry in bare] == [[]] * len(content)
 
 
+# -- texts held to a form ---------------------------------------------------------------------------------------------------
+
+
+ANIMAL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+        "diet": {"enum": ["plants", "meat", "both"]},
+    },
+    "required": ["name", "legs", "diet"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.2, "seed": 4, "top_p": 1}])
+def test_a_json_schema_holds_the_answer(server: Server, settings: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": ANIMAL}}
+    prompt = "Describe a spider as JSON with name, legs and diet."
+    whole = server.chat(prompt, response_format=form, max_tokens=60, **settings)
+    animal = json.loads(whole.choices[0].message.content)
+    assert list(animal) == ["name", "legs", "diet"]
+    assert animal["diet"] in ("plants", "meat", "both")
+    assert 0 <= animal["legs"] <= 8
+    assert whole.choices[0].finish_reason == "stop"
+    if not settings:
+        return
+    parts = server.chat(prompt, extra_body={"json_schema": ANIMAL}, max_tokens=60, stream=True, **settings)
+    assert "".join(c.choices[0].delta.content or "" for c in parts) == whole.choices[0].message.content
+
+
+def test_any_json_object(server: Server) -> None:
+    form = {"response_format": {"type": "json_object"}}
+    assert server.complete("One key: ", extra_body=form, max_tokens=4).choices[0].text.startswith("{")
+
+
+def test_sixteen_grammars_at_once_do_not_mix(server: Server) -> None:
+    def ask(i: int) -> tuple[str, str]:
+        grammar = None if i % 4 == 3 else f'root ::= "{i}" [a-{"abcdefgh"[i % 8]} ]{{8}} "!"'
+        settings = {"temperature": i % 2, "seed": i, "max_tokens": 16, "extra_body": {"grammar": grammar}}
+        return server.complete(PROMPTS[i % 6], **settings).choices[0].text, grammar or ""
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    for i, (text, grammar) in enumerate(answers):
+        if grammar:
+            assert re.fullmatch(rf"{i}[a-{'abcdefgh'[i % 8]} ]{{8}}!", text), (i, text)
+    assert answers[1] == ask(1)  # alone, too
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +419,16 @@ BAD = [
     ({"messages": USER, "response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema"),
     ({"messages": [{"role": "user", "content": "word " * 2000}]}, "tokens"),
     ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "too much"),
+    ({"messages": USER, "response_format": "json"}, "type text, json_object or json_schema"),
+    ({"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "'not'"),
+    ({"messages": USER, "response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "not both"),
+    ({"messages": USER, "json_schema": []}, "json_schema must be a JSON schema"),
+    ({"messages": USER, "json_schema": {"type": "string", "maxLength": 9999}}, "no repetition"),
+    ({"messages": USER, "grammar": 5}, "grammar must be a string"),
+    ({"messages": USER, "grammar": "root ::= nothing"}, "'nothing', which is not defined"),
+    ({"messages": USER, "grammar": 'root ::= root "a"'}, "can begin with itself"),
+    ({"messages": USER, "grammar": "root ::= " + "(" * 9999}, "nested"),
+    ({"messages": USER, "grammar": 'root ::= "a" [z-a]'}, "allows no token"),
     (b"{", "not valid JSON"),
     (b"[" * 200_000, "not valid JSON"),
     (b"\xff\xfe", "not valid JSON"),
@@ -408,6 +468,32 @@ def test_a_body_may_not_be_endless(server: Server) -> None:
     answer = server.post(b" " * (9 << 20))
     assert answer.status_code == 413
     assert "bytes" in answer.json()["error"]["message"]
+
+
+def test_only_its_own_names_are_answered_and_no_origin_unless_asked(serve: Serve, slow_model: Path) -> None:
+    page = "http://localhost:3000"
+    open_to = serve(slow_model, "-c", 256, "--allowed-host", "My-PC.local", "--cors-origin", page)
+    for host, status in (
+        ("localhost", 200), ("LOCALHOST:99", 200), ("127.0.0.1:8080", 200), ("[::1]:1", 200), ("my-pc.local:80", 200),
+        ("evil.example", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example:8080", 403), ("[::2]", 403),
+        ("", 403),
+    ):  # fmt: skip
+        answer = httpx.get(f"{open_to.url}/v1/models", headers={"host": host})
+        assert answer.status_code == status, host
+        assert status == 200 or answer.json()["error"]["code"] == "host_not_allowed"
+    for origin, allowed in ((page, page), ("http://evil.example", None)):
+        headers = {"origin": origin}
+        assert httpx.get(f"{open_to.url}/v1/models", headers=headers).headers.get("access-control-allow-origin") == allowed
+        asks = headers | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-y"}
+        answer = httpx.options(f"{open_to.url}/v1/chat/completions", headers=asks)
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        assert (answer.status_code == 200) == (allowed is not None)
+
+
+def test_without_an_origin_allowed_no_page_reads_anything(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/health", headers={"origin": "http://localhost:3000"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert httpx.get(f"{server.url}/health", headers={"host": "evil.example"}).status_code == 403
 
 
 # -- many, slow and vanished clients ----------------------------------------------------------------------------------------
@@ -486,6 +572,7 @@ def test_two_interrupts_end_at_once(serve: Serve, slow_model: Path) -> None:
     server = serve(slow_model, "-np", 1, "-c", 32768, "--grace", 600, "--spec-type", "none")
     stream = server.stream(ENDLESS)
     assert b"200 OK" in stream.recv(100)
+    wait_until(lambda: server.metrics()["requests_running"] == 1)  # what waits would end with the first one
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert server.process.poll() is None
@@ -512,6 +599,8 @@ def test_options_that_make_no_sense(cli: Cli, slow_model: Path) -> None:
         (["--api-key", ""], "--api-key"),
         (["--api-key", "with blank"], "--api-key"),
         (["--alias", " "], "--alias"),
+        (["--allowed-host", "http://x"], "--allowed-host"),
+        (["--cors-origin", "http://x/path"], "--cors-origin"),
         (["-np", 0], "-np"),
         (["-m", "/no/such.gguf"], "no/such"),
     ):

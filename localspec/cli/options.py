@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import secrets
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any, TypeVar
 
 import click
 
-from localspec import native
+from localspec import gbnf, native
 from localspec.accept import Sampling
 from localspec.cli.help import option
 from localspec.control import ADAPTIVE_N_MAX, DEFAULT_N_MAX
 from localspec.errors import UsageError
+from localspec.json_schema import to_gbnf
 from localspec.target import SessionSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,6 +102,14 @@ def sampling_options(temperature: float = 0.8, seed: int = 0) -> Callable[[F], F
     )  # fmt: skip
 
 
+grammar_options = _stack(
+    option("Output", "--grammar", metavar="TEXT", help="Hold the answer to a grammar, in llama.cpp's GBNF."),
+    option("Output", "--grammar-file", metavar="FILE", help="Read the grammar from a file."),
+    option("Output", "-j", "--json-schema", metavar="TEXT|@FILE",
+           help="Hold the answer to JSON that this schema admits; {} is any."),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
     """Which files, and how they are to work together, as given on the command line."""
@@ -151,3 +161,39 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     if fields["seed"] == -1:
         fields["seed"] = secrets.randbits(32)
     return Sampling(**fields)
+
+
+def take_grammar(options: dict[str, Any]) -> str | None:
+    """Pop what grammar_options gave out of `options`, as a grammar that was looked through."""
+    given = {name: value for name in ("grammar", "grammar_file", "json_schema") if (value := options.pop(name)) is not None}
+    if not given:
+        return None
+    flags = ["--" + name.replace("_", "-") for name in given]
+    if len(given) > 1:
+        raise UsageError(f"give {flags[0]} or {flags[1]}, not both")
+    text = next(iter(given.values()))
+    if not text.strip():
+        raise UsageError(f"{flags[0]} '': nothing given (an unset variable?)")
+    if "json_schema" not in given:
+        text = _read_text(text) if "grammar_file" in given else text
+        gbnf.check(text)
+        return text
+    try:
+        schema = json.loads(_read_text(text[1:]) if text.startswith("@") else text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema: not valid JSON: {error}") from None
+    return to_gbnf(schema)
+
+
+def _read_text(path: str) -> str:
+    most = 4 * gbnf.MAX_CHARS
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise UsageError(f"{path}: more than {most:,} bytes")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error

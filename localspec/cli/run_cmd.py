@@ -14,10 +14,19 @@ from localspec.cli.console import colours_wanted, counted
 from localspec.cli.help import Command, option
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import Loaded, open_engine, say
-from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
+from localspec.cli.options import (
+    draft_options,
+    grammar_options,
+    model_options,
+    sampling_options,
+    take_grammar,
+    take_models,
+    take_sampling,
+)  # fmt: skip
 from localspec.cli.trace import traced
 from localspec.engine import Piece, Request, Stats
 from localspec.errors import UsageError
+from localspec.grammar import Grammar
 from localspec.report import stats_json, stats_lines
 from localspec.template import ChatTemplate
 
@@ -35,6 +44,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @option("Output", "-n", "--n-predict", "n_predict", type=int, default=-1, show_default=True, metavar="N",
         help="Tokens to write at most; -1: until the model ends.")
 @option("Output", "--stop", "stops", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@grammar_options
 @option("Output", "--show-draft", is_flag=True, help="Tint accepted draft tokens on a terminal.")
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @option("Output", "--trace", metavar="FILE", help="Write a line of JSON for each step: what was drafted, and why.")
@@ -54,16 +64,20 @@ def run_cmd(
     if "" in stops:
         raise UsageError("--stop '': nothing to stop before (an unset variable?); give a text, or leave --stop out")
     sampling = take_sampling(options)
+    gbnf = take_grammar(options)
     choice = take_models(options)
     text = _prompt(prompt, prompt_file)
     loaded = open_engine(choice)
     try:
         tokens = _encode(loaded, text, system, raw)
-        request = Request(tokens, sampling, None if n_predict == -1 else n_predict, stops)
+        grammar = None if gbnf is None else Grammar(loaded.model, gbnf)
+        request = Request(tokens, sampling, None if n_predict == -1 else n_predict, stops, grammar=grammar)
         with traced(loaded.engine, trace):
             stop = _generate(loaded, request, sys.stdout.isatty() and show_draft, as_json)
     finally:
         loaded.close()
+    if stop == "grammar":
+        raise UsageError("the grammar came to a place where it allows no token of this model: look at what it needs next")
     if stop == "interrupted":
         raise click.exceptions.Exit(130)
 

@@ -28,12 +28,16 @@ from localspec.errors import UsageError
         help="Requests that may wait; more are refused (429).")
 @option("Server", "--max-tokens", type=click.IntRange(1), metavar="N", help="No answer gets more tokens than this.")
 @option("Server", "--api-key", metavar="KEY", help="Ask for this key.  [default: $LOCALSPEC_API_KEY, else none]")
+@option("Server", "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+        help="Answer to this name, too. On loopback only localhost, 127.0.0.1 and [::1] are; may be given several times.")
+@option("Server", "--cors-origin", "origins", multiple=True, metavar="ORIGIN",
+        help="Let pages of this origin (http://name:port) read answers. May be given several times.  [default: none]")
 @option("Server", "--alias", metavar="NAME", help="The model's id.  [default: the file's name]")
 @option("Server", "--grace", type=click.FloatRange(0, 3600), default=10.0, show_default=True, metavar="S",
         help="Seconds that running answers get to end when the server is stopped.")
 def serve_cmd(
-    host: str, port: int, parallel: int, n_queue: int, max_tokens: int | None, api_key: str | None, alias: str | None,
-    grace: float, **options: Any,
+    host: str, port: int, parallel: int, n_queue: int, max_tokens: int | None, api_key: str | None,
+    allowed_hosts: tuple[str, ...], origins: tuple[str, ...], alias: str | None, grace: float, **options: Any,
 ) -> None:  # fmt: skip
     """Answer OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /health, /metrics.
 
@@ -41,7 +45,7 @@ def serve_cmd(
     without a seed each request gets a random one. Ctrl-C ends it.
     """
     _require_libraries()
-    from localspec.serve import app, schema, server
+    from localspec.serve import app, guard, schema, server
     from localspec.serve.worker import Worker
 
     key = _key(api_key)
@@ -50,7 +54,9 @@ def serve_cmd(
     seed = None if options["seed"] == -1 else options["seed"]
     sampling = take_sampling(options)
     choice = take_models(options)
+    cross_origins = guard.check_origins(origins)
     with server.bind(host, port) as sock:
+        names = guard.hosts(sock.getsockname()[0], server.is_loopback(sock), allowed_hosts)
         if key is None and not server.is_loopback(sock):
             say(f"warning: anyone who reaches {host} can use this server; give an --api-key")
         loaded = open_engine(choice, n_sequences=parallel)
@@ -65,7 +71,8 @@ def serve_cmd(
                 f"{counted(parallel, 'sequence')} of {loaded.session.n_ctx} tokens"
             )
             where = f"listening on {server.url(sock)}"
-            code = server.run(app.make_app(worker, served), worker, sock, grace, lambda: say(where))
+            api = app.make_app(worker, served, guard.middleware(names, cross_origins))
+            code = server.run(api, worker, sock, grace, lambda: say(where))
         finally:
             loaded.close()
     raise click.exceptions.Exit(code)

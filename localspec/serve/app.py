@@ -7,12 +7,13 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,11 +23,12 @@ from localspec.chat.conversation import PlainTranscript, Template
 from localspec.engine import Piece
 from localspec.engine import Request as EngineRequest
 from localspec.errors import ContextFullError, UsageError
+from localspec.grammar import Grammar
 from localspec.model import Model
 from localspec.serve import metrics
 from localspec.serve.answers import LAST_EVENT, Answer, event, to_json
 from localspec.serve.outbox import Outbox
-from localspec.serve.schema import ApiError, Defaults, Order, bad, take_chat, take_completion
+from localspec.serve.schema import ApiError, Defaults, Form, Order, bad, take_chat, take_completion
 from localspec.serve.worker import ClosingError, Done, Failed, Job, QueueFullError, Text, Worker
 from localspec.template import ChatTemplate
 
@@ -84,7 +86,15 @@ class Served:
             raise bad("the prompt is empty: it has no tokens", "prompt")
         if len(tokens) > self.n_ctx:
             raise bad(f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}", code="context_length_exceeded")
-        return EngineRequest(tokens, order.sampling, order.max_tokens, stops, n_probs=order.n_probs)
+        grammar = None if order.form is None else self._grammar(order.form)
+        return EngineRequest(tokens, order.sampling, order.max_tokens, stops, n_probs=order.n_probs, grammar=grammar)
+
+    def _grammar(self, form: Form) -> Grammar:
+        text = form.gbnf()
+        try:
+            return Grammar(self.model, text)
+        except UsageError as error:
+            raise bad(str(error), form.field) from error
 
     def _checked(self, tokens: list[int]) -> list[int]:
         wrong = next((t for t in tokens if not 0 <= t < self.model.n_vocab), None)
@@ -93,8 +103,8 @@ class Served:
         return tokens
 
 
-def make_app(worker: Worker, served: Served) -> Starlette:
-    """The ASGI application. The worker is started and closed by whoever runs it."""
+def make_app(worker: Worker, served: Served, before: Sequence[Middleware] = ()) -> Starlette:
+    """The ASGI application behind `before`. The worker is started and closed by whoever runs it."""
     api = _Api(worker, served)
     routes = [
         Route("/health", api.health),
@@ -107,7 +117,7 @@ def make_app(worker: Worker, served: Served) -> Starlette:
     handlers: dict[Any, Any] = {
         ApiError: _on_api_error, HTTPException: _on_http_error, ClientDisconnect: _on_gone, Exception: _on_bug,
     }  # fmt: skip
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=before)
 
 
 class _Api:

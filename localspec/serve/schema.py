@@ -13,6 +13,7 @@ from typing import Any
 
 from localspec.accept import Sampling
 from localspec.errors import LocalspecError, UsageError
+from localspec.json_schema import ANY_OBJECT, to_gbnf
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -28,7 +29,7 @@ _PASSED_OVER = {
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "logit_bias": ({},), "echo": (False,),
-    "suffix": ("",), "modalities": (["text"],), "audio": (), "prediction": (), "grammar": ("",), "json_schema": (),
+    "suffix": ("",), "modalities": (["text"],), "audio": (), "prediction": (),
     "reasoning_effort": (), "web_search_options": (), "verbosity": (),
 }  # fmt: skip
 #: field of the body -> (field of Sampling, least, most); a whole number where these are whole
@@ -42,8 +43,9 @@ _SAMPLING: dict[str, tuple[str, Any, Any]] = {
     "frequency_penalty": ("frequency_penalty", -1e3, 1e3),
     "repeat_last_n": ("penalty_last_n", -1, 2**31 - 1),
 }
-_COMMON = {"model", "stream", "stream_options", "max_tokens", "stop", "seed", *_SAMPLING}
-_CHAT = {"messages", "max_completion_tokens", "response_format", "logprobs", "top_logprobs"}
+_FORMS = {"response_format", "grammar", "json_schema"}
+_COMMON = {"model", "stream", "stream_options", "max_tokens", "stop", "seed", *_SAMPLING, *_FORMS}
+_CHAT = {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -68,6 +70,24 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What the text must be: a grammar in GBNF, or what a JSON schema admits. `field` of the body asked for it."""
+
+    field: str
+    grammar: str | None = None
+    schema: Any = None
+
+    def gbnf(self) -> str:
+        """The grammar. Raises ApiError where the schema has none."""
+        if self.grammar is not None:
+            return self.grammar
+        try:
+            return to_gbnf(self.schema)
+        except UsageError as error:
+            raise bad(f"{self.field}: {error}", self.field) from error
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """A checked request. `prompt` is a list of messages of a chat, or a completion's text or token ids."""
 
@@ -78,6 +98,7 @@ class Order:
     stream: bool
     include_usage: bool
     n_probs: int | None  # of the likeliest tokens to name at each position; None: no probabilities
+    form: Form | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +114,6 @@ class Defaults:
 def take_chat(body: Any, model: str, defaults: Defaults) -> Order:
     """Check the body of /v1/chat/completions. Raises ApiError."""
     body = _fields(body, model, _COMMON | _CHAT)
-    form = body.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise bad("response_format: this server writes text only, json_schema and json_object are not supported",
-                  "response_format")  # fmt: skip
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise bad("give max_completion_tokens or max_tokens, not both", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
@@ -148,7 +165,39 @@ def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults, n_
         max_tokens = defaults.max_tokens if max_tokens is None else min(max_tokens, defaults.max_tokens)
     include_usage = _boolean(options, "include_usage")
     sampling, stops = _sampling(body, defaults), _stops(body.get("stop"))
-    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs)
+    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs, _form(body))
+
+
+def _form(body: dict[str, Any]) -> Form | None:
+    """What the text must be. llama-server's two fields, and OpenAI's one."""
+    asked: list[Form] = []
+    if body.get("grammar", "") != "":
+        if not isinstance(body["grammar"], str):
+            raise bad("grammar must be a string in GBNF", "grammar")
+        asked.append(Form("grammar", grammar=body["grammar"]))
+    if "json_schema" in body:
+        asked.append(Form("json_schema", schema=_schema(body["json_schema"], "json_schema")))
+    form = body.get("response_format", {"type": "text"})
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_object":
+        schema = form.get("schema", ANY_OBJECT)  # llama-server's way of giving one
+        asked.append(Form("response_format", schema=_schema(schema, "response_format.schema")))
+    elif kind == "json_schema":
+        inner = form.get("json_schema")
+        if not isinstance(inner, dict) or "schema" not in inner:
+            raise bad("response_format.json_schema must be an object with a schema", "response_format")
+        asked.append(Form("response_format", schema=_schema(inner["schema"], "response_format.json_schema.schema")))
+    elif kind != "text":
+        raise bad("response_format must be an object of type text, json_object or json_schema", "response_format")
+    if len(asked) > 1:
+        raise bad(f"give {asked[0].field} or {asked[1].field}, not both", asked[1].field)
+    return asked[0] if asked else None
+
+
+def _schema(given: Any, where: str) -> Any:
+    if not isinstance(given, dict):
+        raise bad(f"{where} must be a JSON schema, an object, not {_clip(given)}", where.partition(".")[0])
+    return given
 
 
 def _sampling(body: dict[str, Any], defaults: Defaults) -> Sampling:

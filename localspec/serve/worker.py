@@ -25,6 +25,8 @@ from localspec.target import common_start
 
 log = logging.getLogger(__name__)
 
+DEAD_END = "the grammar came to a place where it allows no token of this model, and is not complete"
+
 
 class QueueFullError(LocalspecError):
     """As many requests are waiting as may wait."""
@@ -248,7 +250,10 @@ class Worker:
         tokens = () if job.aligned is None else tuple(job.aligned.take(step.pieces, text, step.stop))
         if (text or tokens) and not job.cancelled:
             job.deliver(Text(text, tokens))
-        if step.stop is not None:
+        if step.stop == "grammar":
+            self._end(step.slot, "n_failed")
+            job.deliver(Failed("request", DEAD_END))
+        elif step.stop is not None:
             job.deliver(Done(step.stop, self._end(step.slot, "n_done")))
 
     def _end(self, slot: int, counter: str) -> Stats:
