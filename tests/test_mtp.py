@@ -374,7 +374,7 @@ def test_run_and_inspect_find_the_head_in_the_file(cli: Callable[..., Any], tmp_
 @pytest.mark.parametrize(
     ("arch", "n_heads", "told"),
     [
-        ("qwen35", 1, "qwen35 is a hybrid with recurrent layers: their state can't be cut back"),
+        ("qwen35", 2, "has 2 next-token heads, one for each drafted token"),
         ("glm4moe", 2, "has 2 next-token heads, one for each drafted token"),
         ("llama", 1, "which this llama.cpp has no graph for"),
     ],
