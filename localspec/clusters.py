@@ -20,8 +20,8 @@ from localspec.gguf_format import TENSOR_TYPES
 F32 = npt.NDArray[np.float32]
 
 TOP, CENTROIDS, ORDERING = (f"localspec.clusters.{name}" for name in ("top", "centroids", "ordering"))
-#: Bytes of a whole head below which it is read as quickly as the clusters are found.
-WORTH = 8 << 20
+#: Bytes of a whole head below which our kernels read it as quickly as the clusters are found (docs/LOG.md).
+WORTH = 40 << 20
 
 _TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 

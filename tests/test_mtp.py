@@ -30,11 +30,13 @@ from localspec.model import Model
 from localspec.mtp_context import MtpContext
 from localspec.pairing import check_pair, own_heads
 from localspec.target import SessionSettings, TargetSession
-from localspec.train import checkpoint
+from localspec.train import checkpoint, loop
 from localspec.train.gemma4_keys import KINDS, TargetKeys
+from localspec.train.live import LiveSettings
 from localspec.train.models import DataFacts
 from localspec.train.models.mtp import Model as Assistant
 from localspec.train.models.mtp import Settings
+from localspec.train.settings import TrainSettings
 from localspec.train.target_weights import TargetWeights
 from tests import gguf_maker, mtp_maker, tiny_gemma4
 
@@ -248,6 +250,18 @@ def test_from_data_to_drafting(cli: Callable[..., Any], target: Target, tmp_path
     assert stats.acceptance is not None
     assert stats.acceptance_by_position[0] > 0.3  # chance: less than 0.03, which is how often its favourite token comes
     assert stats.tokens_per_verify > 1.25
+
+
+def test_an_assistant_trains_beside_its_target(target: Target, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [pair[0] for pair in tiny_gemma4.documentation(2000)]
+    prompts.write_text("".join(json.dumps({"prompt": before + a}) + "\n" for a in asked for before in ("", "Say more. ")))
+    beside = LiveSettings((prompts,), max_tokens=32, parallel=4, n_threads=1, kernels="stock", n_ctx=256, first=400)
+    how = TrainSettings(steps=3, batch_tokens=256, held_out=0.3, eval_every=3, save_every=3, threads=1, dtype="fp32")
+    run = loop.Run("mtp", target.path, None, tmp_path / "out", how, Settings(ttt=2), live=beside)
+    loop.train(run, lambda _: None, lambda _: None)
+    saved = Checkpoint.open(tmp_path / "out" / "last").config(GGUFFile.open(target.path))
+    assert saved.taps == TAPS
 
 
 # -- files of others ------------------------------------------------------------------------------------------------------
