@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -111,6 +114,35 @@ def test_the_text_is_that_of_plain_decoding(models: Callable[[str], Model], name
         drafted, stats = write(model, plain, sampling, n_rollback, n_sequences)
         assert drafted == plain
         assert 0 < stats.n_accepted < stats.n_drafted
+
+
+_ROWS = """
+import json, sys
+import numpy as np
+from localspec import native
+from localspec.model import Model
+from localspec.target import SessionSettings, TargetSession
+native.use_kernels("localspec")
+text = np.random.default_rng(0).integers(0, 256, 24).tolist()
+for path in sys.argv[1:]:
+    with Model(path) as model, TargetSession(model, SessionSettings(64, n_threads=1)) as session:
+        one, far = np.concatenate([session.decode([(0, [t])]).logits.copy() for t in text]), 0.0
+        for n in (2, 3, 9):
+            session.rollback(0, 0)
+            blocks = [session.decode([(0, text[i : i + n])]).logits.copy() for i in range(0, len(text), n)]
+            far = max(far, float(np.abs(np.concatenate(blocks) - one).max()))
+        print(json.dumps(far))
+"""
+
+
+def test_rows_of_a_block_are_bitwise_those_of_single_decodes_under_our_kernels(models: Callable[[str], Model]) -> None:
+    """What makes greedy drafting exactly lossless: scans over a block must not be computed otherwise than token by token."""
+    run = [sys.executable, "-c", _ROWS, *(str(models(name).path) for name in MAKERS)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    if "kernels" in done.stderr and done.returncode:
+        pytest.skip("this CPU has not the instructions")
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [0.0] * len(MAKERS)
 
 
 def test_a_state_that_did_not_go_back_would_show(models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +306,35 @@ def test_a_head_follows_a_hybrid_that_keeps_its_states(tmp_path: Path) -> None:
                 assert bool(engine.stats(0).n_accepted) == bool(k)
                 drafter.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("n_rollback", "n_sequences"), WAYS.values(), ids=WAYS)
+def test_a_drafter_that_reads_taps_follows_a_hybrid(
+    models: Callable[[str], Model], tmp_path: Path, n_rollback: int, n_sequences: int
+) -> None:
+    model = models("qwen35")
+    settings = DrafterSettings(gguf_maker.eagle3_stub(tmp_path / "head.gguf", like=model.path))
+    plain, _ = write(model, None, SAMPLED)
+    shape = SessionSettings(
+        128, n_sequences, n_threads=1, taps=taps("eagle3", model.gguf, settings), n_rollback=n_rollback
+    )
+    with TargetSession(model, shape) as session:
+        drafter = load("eagle3", session, settings)
+        engine, done = Engine(session, drafter, FixedBlock(3)), {}
+        for i in range(len(PROMPTS)):
+            slot = engine.start(Request(PROMPTS[i], SAMPLED, N, key=i), slot=i if n_sequences > 1 else 0)
+            while n_sequences == 1 and engine.step()[0].stop is None:
+                pass
+            if n_sequences == 1:
+                done[i] = engine.tokens(slot)
+                assert engine.finish(slot).n_drafted > 10
+        while len(done) < len(PROMPTS):
+            for step in engine.step():
+                if step.stop is not None:
+                    done[step.slot] = engine.tokens(step.slot)
+                    engine.finish(step.slot)
+        drafter.close()
+    assert [done[i] for i in range(len(PROMPTS))] == plain
 
 
 # -- what is said -------------------------------------------------------------------------------------------------------
