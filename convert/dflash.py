@@ -268,7 +268,7 @@ def kind_of(name: str, kind: str) -> str:
     return FINER.get(kind, kind) if name == "fc.weight" else kind
 
 
-def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+def extra_keys(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
     """The mask's id, where llama.cpp looks for it, and which layers have a window, which it must be told."""
     keys: dict[str, Any] = {"tokenizer.ggml.mask_token_id": config.extra["mask_token_id"]}
     if config.window and "attention.sliding_window_pattern" not in config.extra:

@@ -69,7 +69,7 @@ def convert(
     config.target.require(TargetIdentity.of(gguf), f"the draft in {checkpoint}")
     values = method.tensors_of(source, config, gguf)
     file_type, kind = QUANTS.get(name, QUANTS["f32"])
-    keys = metadata(method, config, gguf, file_type)
+    keys = metadata(method, source, config, gguf, file_type)
     with partial(output) as path:
         if name in MIXED:
             whole = path.with_name(path.name + ".f32")
@@ -87,7 +87,9 @@ def convert(
     return Converted(output, config, method.TITLE, name, output.stat().st_size, n_params, own)
 
 
-def metadata(method: Any, config: SpeculatorConfig, target: GGUFFile, file_type: int) -> dict[str, Any]:
+def metadata(
+    method: Any, source: Checkpoint, config: SpeculatorConfig, target: GGUFFile, file_type: int
+) -> dict[str, Any]:
     """All keys of the file: what llama.cpp reads, what a person reads, the target's tokenizer as it is."""
     said = config.provenance
     keys: dict[str, Any] = {
@@ -106,7 +108,7 @@ def metadata(method: Any, config: SpeculatorConfig, target: GGUFFile, file_type:
     for key in ("data_tokens", "tokens_seen", "steps"):
         if isinstance(said.get(key), int) and 0 <= said[key] < 1 << 32:
             keys[f"localspec.{key}"] = said[key]
-    return keys | copied_keys(target, "tokenizer.") | method.extra_keys(config, target)
+    return keys | copied_keys(target, "tokenizer.") | method.extra_keys(source, config, target)
 
 
 def _description(config: SpeculatorConfig, target: GGUFFile) -> str:

@@ -77,10 +77,10 @@ def kind_of(name: str, kind: str) -> str:
     return "F16" if name == "conf_proj.weight" else dflash.kind_of(name, kind)
 
 
-def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+def extra_keys(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
     """DFlash's keys, and whether there is a confidence head: llama.cpp must know."""
     own = {key: bool(config.extra.get(key, True)) for key in ("sample_from_anchor", "has_confidence_head")}
-    return dflash.extra_keys(config, target) | {f"{config.arch}.{key}": value for key, value in own.items()}
+    return dflash.extra_keys(source, config, target) | {f"{config.arch}.{key}": value for key, value in own.items()}
 
 
 def speculators_of(

@@ -165,7 +165,7 @@ def kind_of(name: str, kind: str) -> str:
     return FINER.get(kind, kind) if name == "fc.weight" else kind
 
 
-def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+def extra_keys(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
     """None."""
     return {}
 

@@ -69,7 +69,7 @@ class Method(Protocol):
     def kind_of(self, name: str, kind: str) -> str:
         """The type that the matrix `name` is stored in where `kind` was asked for."""
 
-    def extra_keys(self, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+    def extra_keys(self, source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
         """Keys of the file beyond SpeculatorConfig's and the target's tokenizer, which they may replace."""
 
     def speculators_of(

@@ -2,8 +2,8 @@
 and localspec run.
 
 What changes on the way: names. Rows of q stay as they are, because this graph turns halves of a head. The frequencies by
-which full layers turn are the target's own, since its keys were turned by them. The clustered head (masked_embedding) is
-left out: llama.cpp's graph multiplies with the whole head.
+which full layers turn are the target's own, since its keys were turned by them. The clustered head (masked_embedding)
+goes into the metadata: llama.cpp's loader takes no such tensors, and its graph multiplies with the whole head (clusters.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localspec import clusters
 from localspec.convert.checkpoint import Checkpoint
 from localspec.convert.methods import Reading, Text
-from localspec.convert.output import dequantised
+from localspec.convert.output import Typed, dequantised
 from localspec.errors import PairingError, UsageError
 from localspec.gemma4 import assistant_config, head_sizes, layers_read, size_of, windowed_of
 from localspec.gguf_file import GGUFFile
@@ -33,6 +34,9 @@ MAIN_TENSOR = "blk.0.ffn_gate.weight"
 EXACT_STATES = True
 
 _ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+_CENTROIDS, _ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
+_TOP = 32  # clusters looked into, where a configuration does not say (Gemma4AssistantConfig)
+_INT32, _FLOAT32 = 5, 6  # GGUF's numbers of value types
 _DEPTH = 4  # of a drafter whose maker does not say
 
 #: checkpoint name -> GGUF name, without "layers.0." / "blk.0."
@@ -149,9 +153,23 @@ def kind_of(name: str, kind: str) -> str:
     return kind
 
 
-def extra_keys(config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
-    """None."""
-    return {}
+def extra_keys(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> dict[str, Any]:
+    """The clusters of its head, where it has them."""
+    if _CENTROIDS not in source.names:
+        return {}
+    centroids, ordering = source.tensor(_CENTROIDS), source.integers(_ORDERING)
+    top = source.json("config.json").get("centroid_intermediate_top_k", _TOP)
+    if centroids.ndim != 2 or centroids.shape[1] != config.n_embd or config.target.n_vocab % len(centroids):
+        raise source.error(f"has {_CENTROIDS} of the shape {list(centroids.shape)}, which its vocabulary can't be cut by")
+    if not np.array_equal(np.sort(ordering.reshape(-1)), np.arange(config.target.n_vocab)):
+        raise source.error(f"has a {_ORDERING} that does not name each of its {config.target.n_vocab} tokens once")
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 < top <= len(centroids):
+        raise source.error(f"says a centroid_intermediate_top_k of {top} for {len(centroids)} clusters")
+    return {
+        clusters.TOP: top,
+        clusters.CENTROIDS: Typed(centroids.reshape(-1), _FLOAT32, True),
+        clusters.ORDERING: Typed(ordering.reshape(-1), _INT32, True),
+    }
 
 
 def trained(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> Reading:

@@ -69,8 +69,8 @@ class Probe:
             raise UsageError(f"{session.model.path}: its cache can't be rolled back, so blocks can't be measured")
         self._session = session
         vocabulary = session.model.n_vocab
-        self._text = [(7919 * i + 13) % vocabulary for i in range(n_context + largest)]
-        self._n_context = n_context
+        self._text = [(7919 * i + 13) % vocabulary for i in range(session.n_ctx)]
+        self._n_context, self._largest = n_context, largest
         began = time.perf_counter()
         session.prefill(0, self._text[:n_context])
         self.prefill_ms = 1e3 * (time.perf_counter() - began)
@@ -81,12 +81,18 @@ class Probe:
         return [self._decode(n) for n in self.sizes]
 
     def _decode(self, n: int) -> float:
-        at = self._n_context
+        # A recurrent state goes back as far as the first token of a block: it is one token further on after each decode.
+        step = int(self._session.model.is_recurrent)
+        at = len(self._session.tokens[0])
+        if at + self._largest > self._session.n_ctx:
+            at = self._n_context
+            self._session.prefill(0, self._text[:at])
         began = time.perf_counter()
         self._session.decode([(0, self._text[at : at + n])])
         ms = 1e3 * (time.perf_counter() - began)
-        if self._session.rollback(0, at) != at:
+        if self._session.rollback(0, at + step) != at + step:
             raise UsageError(f"{self._session.model.path}: its cache can't be rolled back by {n} tokens")
+        self._session.settle()
         return ms
 
 

@@ -156,7 +156,7 @@ class Engine:
     ):
         if drafter is not None and not session.can_roll_back:
             raise UsageError(
-                f"{session.model.path}: {session.model.gguf.architecture} keeps a recurrent state that can't be rolled "
+                f"{session.model.path}: the memory of this {session.model.gguf.architecture} model can't be rolled "
                 "back, so it can't be drafted for: use --spec-type none"
             )
         self.session = session
@@ -273,6 +273,7 @@ class Engine:
             gained = sum(piece.token >= 0 for piece in step.pieces)
             outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained))
             steps.append(step)
+        self.session.settle()
         whole = time.perf_counter() - began
         for run in active:
             share = 1.0 / len(active)
@@ -309,6 +310,7 @@ class Engine:
     def _look(self, run: _Running, n_active: int) -> Look:
         # One token is gained in any case, so drafting more than n_left - 1 would be for nothing.
         room = min(run.n_left - 1, self.session.n_ctx - len(run.seq.tokens), self.session.n_batch // n_active - 1)
+        room = min(room, self.session.max_draft)
         # Under rejection sampling a token that was drawn must be judged (control.py); greedy is one and the same.
         return Look(run.seq.slot, max(0, room), self.rule == "match" or run.seq.sampling.greedy)
 

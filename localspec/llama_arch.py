@@ -35,13 +35,18 @@ ENCODER_DECODER = _names("t5")
 DIFFUSION = _names("dream llada llada-moe rnd1")
 SPEECH = _names("wavtokenizer-dec qwen3tts pockettts")
 
-# Sequence state of a fixed size instead of a cache: nothing can be cut off its end.
+# Sequence state of a fixed size instead of a cache: nothing can be cut off its end, only an older one put back.
 RECURRENT = _names("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7")
 HYBRID = _names(
     """
     jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next kimi-linear bailingmoe3
     kimi-k3 glm5-next qwen35 qwen35moe qwen4exp deepseek4 minimax-01
     """
+)
+
+# Of these, graphs that can keep the states after each of the last tokens (llm_arch_supports_rs_rollback in llama-arch.cpp).
+BOUNDED_ROLLBACK = _names(
+    "kimi-k3 qwen35 qwen35moe qwen4exp deepseek4 glm5-next nemotron_h nemotron_h_moe lfm2 lfm2moe bailingmoe3"
 )
 
 # Graphs that mark the input of every layer (t_layer_inp in src/models/*.cpp), so that llama.cpp hands it over. Asking on any
@@ -53,9 +58,9 @@ LAYER_INPUTS = _names(
     """
 )
 
-# Graphs that give the state which a next-token (NextN, MTP) head reads (t_h_nextn in src/models/*.cpp), the recurrent ones
-# left out; and which of them have such a head's graph, for one inside the target's own file.
-NEXTN_HEADS = _names("cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 mimo2 step35")
+# Graphs that give the state which a next-token (NextN, MTP) head reads (t_h_nextn in src/models/*.cpp), and which of
+# them have such a head's graph, for one inside the target's own file.
+NEXTN_HEADS = _names("cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 mimo2 qwen35 qwen35moe qwen3next step35")
 NEXTN_STATES = NEXTN_HEADS | {"gemma4"}
 
 # Every architecture that this version has a graph for (it knows the name "gptj", but has no graph).

@@ -57,7 +57,7 @@ def memory_needed(
     weights = sum(t.nbytes for t in gguf.tensors.values())
     n_ctx = _pad(max(1, n_ctx))
     kv = _attention_cache(gguf, n_ctx, _BYTES[type_k], _BYTES[type_v], n_seq, n_ubatch)
-    kv += _recurrent_state(gguf) * n_seq
+    kv += recurrent_state(gguf) * n_seq
     return MemoryNeed(weights, kv, _compute(gguf, n_ctx, n_ubatch, n_seq))
 
 
@@ -135,7 +135,7 @@ def _attention_cache(gguf: GGUFFile, n_ctx: int, bytes_k: float, bytes_v: float,
     return int(total) * n_seq
 
 
-def _recurrent_state(gguf: GGUFFile) -> int:
+def recurrent_state(gguf: GGUFFile) -> int:
     """Bytes of state per sequence, f32. Exact for Mamba, RWKV and LFM2; about right for the others."""
     n_layers = sum(recurrent_layers(gguf))
     if not n_layers:

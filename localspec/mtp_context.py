@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec import native
+from localspec.clusters import ClusteredHead
 from localspec.errors import LocalspecError, NativeError
+from localspec.taps import order_of
 from localspec.target import CACHE_TYPES, FLASH_ATTENTION, TargetSession
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
 _CONTEXT_TYPE_MTP = 1  # LLAMA_CONTEXT_TYPE_MTP
+_NORMED = b"result_norm"  # what the graph's head and its wider state are made of
 _FEW = 32  # rows of a batch at least: no fewer than the kernels like
 
 
@@ -30,7 +33,11 @@ class MtpContext:
     """Owns one context on `model` (a llama_model pointer): the assistant's, or the target's own. Close it before the
     target's session. Raises NativeError where llama.cpp makes none."""
 
-    def __init__(self, model: Any, n_vocab: int, target: TargetSession, n_batch: int = 0, n_threads: int = 0):
+    def __init__(
+        self, model: Any, n_vocab: int, target: TargetSession, n_batch: int = 0, n_threads: int = 0,
+        head: ClusteredHead | None = None,
+    ):  # fmt: skip
+        """`head`: what gives the logits in place of the graph's own, which is not computed then."""
         lib = native.lib()
         s = target.settings
         self.n_batch = max(n_batch, s.n_sequences, _FEW)
@@ -47,6 +54,10 @@ class MtpContext:
         params.no_perf = True
         params.ctx_type = _CONTEXT_TYPE_MTP
         params.ctx_other = target.handle
+        self._head, self._pieces = head, list[F32]()
+        if head is not None:
+            self._callback = native.eval_callback(_NORMED.__eq__, self._take, stop=True)
+            params.cb_eval = self._callback
         native.clear_log()
         self.handle = lib.llama_init_from_model(model, params)
         if not self.handle:
@@ -77,8 +88,26 @@ class MtpContext:
         `states` f32[m, H]: the target's at the position before, or the last step's.
         """
         m = len(slots)
+        self._pieces.clear()
         self._decode(slots, positions, tokens, states, True)
+        if self._head is not None:
+            normed = self._rows(slots)
+            return self._head.logits(normed), self._head.widened(normed)
         return native.logits(self.handle, m, self.n_vocab), native.nextn_rows(self.handle, m, self.n_embd).copy()
+
+    def _take(self, _name: bytes, rows: F32) -> None:
+        self._pieces.append(rows)
+
+    def _rows(self, slots: I32) -> F32:
+        """What the whole head would read, f32[m, E], in the order of the batch."""
+        if sum(map(len, self._pieces)) != len(slots):
+            got = [list(piece.shape) for piece in self._pieces]
+            raise NativeError(f"llama.cpp gave the states {got} for {len(slots)} rows of a next-token head")
+        if len(self._pieces) == 1:
+            return self._pieces[0]
+        out = np.empty((len(slots), self._pieces[0].shape[1]), np.float32)
+        out[order_of([(slot, 1) for slot in slots.tolist()])] = np.concatenate(self._pieces)
+        return out
 
     def extend(self, slot: int, first: int, tokens: I32, states: F32) -> None:
         """Put rows first ... into the cache of a head that has its own."""

@@ -279,9 +279,12 @@ def _rows_at(address: int, n_rows: int, width: int) -> np.ndarray:
     return np.frombuffer(memoryview(view), np.float32).reshape(n_rows, width)
 
 
-def eval_callback(wanted: Callable[[bytes], bool], take: Callable[[bytes, np.ndarray], None]) -> Any:
+def eval_callback(
+    wanted: Callable[[bytes], bool], take: Callable[[bytes, np.ndarray], None], stop: bool = False
+) -> Any:
     """An eval callback for llama_context_params: `take(name, rows)` gets a copy, f32[rows, width], of every computed
-    tensor whose name is `wanted`. Keep what it returns for as long as the context lives."""
+    tensor whose name is `wanted`; with `stop` nothing behind it is computed. Keep what it returns for as long as the context
+    lives."""
     shared = lib()._lib
     name_of, n_bytes, copy = shared.ggml_get_name, shared.ggml_nbytes, shared.ggml_backend_tensor_get
     name_of.argtypes, name_of.restype = [ctypes.c_void_p], ctypes.c_char_p
@@ -298,6 +301,7 @@ def eval_callback(wanted: Callable[[bytes], bool], take: Callable[[bytes, np.nda
             rows = np.empty((n_rows(tensor), n_bytes(tensor) // 4 // max(1, n_rows(tensor))), np.float32)
             copy(tensor, rows.ctypes.data, 0, rows.nbytes)
             take(name, rows)
+            return not stop
         return True
 
     return lib().ggml_backend_sched_eval_callback(on_node)

@@ -16,8 +16,8 @@ from localspec.gguf_format import clip
 from localspec.memory import MemoryNeed, memory_needed
 from localspec.speculator import JSON_KEY, SpeculatorConfig
 
-__all__ = ["MemoryNeed", "can_roll_back", "check_pair", "drafter_for", "is_dspark", "llama_spec_type",
-           "memory_needed", "own_heads"]  # fmt: skip
+__all__ = ["MemoryNeed", "can_draft", "check_pair", "drafter_for", "is_dspark", "llama_spec_type",
+           "memory_needed", "own_heads", "rollback_of"]  # fmt: skip
 
 # Names that converters give to ids without a meaning, there to round a vocabulary up.
 _PADDING = re.compile(
@@ -73,14 +73,25 @@ def llama_spec_type(drafter: str, draft: GGUFFile | None) -> str:
     return f"{llama_arch.SPEC_TYPES[first]},{name}" if first else name
 
 
-def can_roll_back(gguf: GGUFFile) -> tuple[bool, str]:
-    """Whether refused tokens can be taken out of this model's memory again, and why (not)."""
+def rollback_of(gguf: GGUFFile) -> tuple[str, str]:
+    """How refused tokens are taken out of this model's memory again: ("trim", "states" or "snapshot", the same in words).
+    Whether it works is tried out by the session (target.py)."""
+    arch = gguf.architecture
+    if arch in llama_arch.BOUNDED_ROLLBACK:
+        return "states", "its recurrent state is kept as it was after each token of a block"
+    if arch in llama_arch.RECURRENT | llama_arch.HYBRID:
+        return "snapshot", "its recurrent state is copied before a block; after a refusal what was kept is decoded again"
+    return "trim", "its cache can be cut back"
+
+
+def can_draft(gguf: GGUFFile) -> tuple[bool, str]:
+    """Whether this language model can draft, and why not: it must go back over tokens that it read one by one."""
     arch = gguf.architecture
     if arch in llama_arch.RECURRENT:
-        return False, f"{arch} is recurrent: its state can't be cut back"
+        return False, f"{arch} is recurrent: its state can't be cut back to where a draft began"
     if arch in llama_arch.HYBRID:
-        return False, f"{arch} is a hybrid with recurrent layers: their state can't be cut back"
-    return True, "its cache can be cut back"
+        return False, f"{arch} is a hybrid with recurrent layers: their state can't be cut back to where a draft began"
+    return True, ""
 
 
 def own_heads(gguf: GGUFFile) -> tuple[int, str]:
@@ -90,8 +101,6 @@ def own_heads(gguf: GGUFFile) -> tuple[int, str]:
     there = n > 0 and any(f"blk.{gguf.n_layer - n}.nextn.eh_proj." in name for name in gguf.tensors)
     if arch in llama_arch.DRAFT_HEADS or not there:
         return 0, "has no next-token head of its own"
-    if not can_roll_back(gguf)[0]:
-        return 0, f"has a next-token head, but {can_roll_back(gguf)[1]}"
     if arch not in llama_arch.NEXTN_HEADS:
         return 0, f"has a next-token head, which this llama.cpp has no graph for ({arch})"
     if n > 1:

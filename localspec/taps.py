@@ -123,12 +123,12 @@ class Taps:
             if len(pieces) == 1:
                 out[:, column] = pieces[0]
             else:
-                order = _order(blocks) if order is None else order
+                order = order_of(blocks) if order is None else order
                 out[order, column] = np.concatenate(pieces)
         return out
 
 
-def _order(blocks: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+def order_of(blocks: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """Where in the batch each row stands that llama.cpp computed, in its order of computing.
 
     It cuts a batch of several sequences into pieces with an equal number of tokens for each sequence in it, whose numbers

@@ -6,6 +6,7 @@ same class serves a draft model that is an ordinary language model: it, too, nee
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,10 @@ import numpy as np
 
 from localspec import native
 from localspec.errors import ContextFullError, LocalspecError, NativeError, UsageError
-from localspec.memory import available_memory, memory_needed
+from localspec.llama_arch import BOUNDED_ROLLBACK
+from localspec.memory import available_memory, memory_needed, recurrent_state
 from localspec.model import Model
+from localspec.snapshot import RecurrentStates
 from localspec.taps import Taps
 from localspec.threads import ThreadCount
 
@@ -27,6 +30,8 @@ CACHE_TYPES = {
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: Larger decodes, a prompt's, use the cores otherwise and take long enough to outlast another's time slice.
 _FEW_ROWS = 32
+#: What rounding makes of a row of logits at most, of its largest: it is below 0.001 in tests.
+_ALIKE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class SessionSettings:
     type_v: str = "f16"
     flash_attention: str = "auto"
     taps: tuple[int, ...] = ()  # hidden states to read in every decode, see taps.py
+    # Tokens that a recurrent state shall be able to go back without a copy, where llama.cpp can do that: see snapshot.py.
+    n_rollback: int = 0
 
     def __post_init__(self) -> None:
         if self.n_ctx < 0 or self.n_ctx > 1 << 24:
@@ -81,7 +88,7 @@ class TargetSession:
         self.n_threads = settings.n_threads or native.default_threads()
         if settings.n_sequences < 1 or settings.n_sequences > lib.llama_max_parallel_sequences():
             raise UsageError(f"{settings.n_sequences} sequences: llama.cpp allows {lib.llama_max_parallel_sequences()}")
-        self._check_memory(n_ctx)
+        n_rollback = self._check_memory(n_ctx)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx * settings.n_sequences
         params.n_batch = params.n_ubatch = settings.n_batch
@@ -94,6 +101,7 @@ class TargetSession:
         # A window's cache keeps n_swa + n_batch cells. Rolling back within the last block is always safe there: a cell is
         # reused only once it lies outside the window of a token that is kept for good.
         params.swa_full = False
+        params.n_rs_seq = n_rollback
         self.taps = Taps(model, settings.taps, settings.n_batch) if settings.taps else None
         if self.taps is not None:
             self.taps.prepare(params)
@@ -105,10 +113,14 @@ class TargetSession:
         if self.taps is not None:
             self.taps.attach(self.handle)
         self._memory = lib.llama_get_memory(self.handle)
+        self._states: RecurrentStates | None = None
+        if model.is_recurrent:
+            self._states = RecurrentStates(self.handle, settings.n_sequences, int(lib.llama_n_rs_seq(self.handle)))
         #: tokens that one sequence can hold; llama.cpp rounds up, a user's own limit is kept
         self.n_ctx = min(n_ctx, int(lib.llama_n_ctx_seq(self.handle)))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.tokens: list[list[int]] = [[] for _ in range(settings.n_sequences)]
+        self._missing = [0] * settings.n_sequences  # of these, at the end, what llama.cpp must decode again: see `settle`
         self._make_batch(self.n_batch)
         self._can_roll_back: bool | None = None
         # Stock kernels add up long rows of attention by thread: there the text would depend on who else is at work. And
@@ -117,12 +129,17 @@ class TargetSession:
         self._thread_count = ThreadCount(self.n_threads) if chosen else None
         self._threads_set = self.n_threads
 
-    def _check_memory(self, n_ctx: int) -> None:
-        """Refuse a cache that can't fit: the system would grant it, and kill something when it is filled."""
+    def _check_memory(self, n_ctx: int) -> int:
+        """Refuse a cache that can't fit: the system would grant it, and kill something when it is filled. Returns how many
+        states llama.cpp shall keep to go back to."""
+        s = self.settings
+        # States of several sequences may change places between two pieces of a decode, and what was kept would not follow.
+        # And llama.cpp aborts where a batch can't hold them all.
+        wanted = s.n_rollback if s.n_sequences == 1 and s.n_rollback + 2 < s.n_batch else 0
+        wanted = wanted if self.model.gguf.architecture in BOUNDED_ROLLBACK else 0
         free = available_memory()
         if free is None or self.model.n_gpu_layers != 0:
-            return
-        s = self.settings
+            return wanted
         needed = memory_needed(self.model.gguf, n_ctx, s.type_k, s.type_v, s.n_sequences, s.n_batch)
         need = needed.kv + needed.compute
         if need > free:
@@ -130,6 +147,7 @@ class TargetSession:
                 f"{self.model.path}: a context of {n_ctx} tokens needs {need / 1e9:.1f} GB beside the weights, "
                 f"{free / 1e9:.1f} GB are free: give a smaller --ctx-size, or -ctk q8_0 -ctv q8_0"
             )
+        return wanted if need + wanted * recurrent_state(self.model.gguf) <= free else 0
 
     def _make_batch(self, n: int) -> None:
         """Buffers of one llama_batch, filled in place for every decode: no allocation in a step."""
@@ -157,8 +175,10 @@ class TargetSession:
 
         Raises ContextFullError before anything is computed when a sequence has no room.
         """
+        self.settle()
         n = self._fill(blocks)
         self._want[:n] = 1
+        self._keep_states(blocks, True)
         self._run(n)
         for seq, tokens in blocks:
             self.tokens[seq].extend(int(t) for t in tokens)
@@ -180,17 +200,40 @@ class TargetSession:
         already is not among them.
         """
         keep = self.rollback(seq, common_start(self.tokens[seq], tokens))
+        self.settle()
         for start in range(keep, len(tokens), self.n_batch):
             if stopped():
                 return start - keep
             piece = tokens[start : start + self.n_batch]
             n = self._fill([(seq, piece)])
+            self._keep_states([(seq, piece)], False)
             self._want[:n] = self.taps is not None and self.taps.needs_every_row
             self._run(n)
             self.tokens[seq].extend(piece)
             if tapped is not None and self.taps is not None:
                 tapped(start, self.taps.read([(seq, n)]))
         return len(tokens) - keep
+
+    def settle(self) -> None:
+        """Decode again what a refusal left without a state; nothing where there is no such thing. Its time is part of the
+        step's that drafted: the engine asks for it at the step's end. Rows of the last decode are not valid any more."""
+        blocks = [(seq, self.tokens[seq][-n:]) for seq, n in enumerate(self._missing) if n]
+        if not blocks:
+            return
+        for seq, tokens in blocks:
+            del self.tokens[seq][-len(tokens) :]
+        n = self._fill(blocks)
+        self._want[:n] = 0
+        self._keep_states(blocks, False)
+        self._missing = [0] * len(self._missing)
+        self._run(n)
+        for seq, tokens in blocks:
+            self.tokens[seq].extend(tokens)
+
+    def _keep_states(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]], keep: bool) -> None:
+        if self._states is not None:
+            for seq, tokens in blocks:
+                self._states.before(seq, len(self.tokens[seq]), len(tokens), keep)
 
     def _fill(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> int:
         at = 0
@@ -233,24 +276,47 @@ class TargetSession:
     def _recover(self) -> None:
         """After a failed decode: drop what it may have left behind, so that `tokens` is true again."""
         for seq, held in enumerate(self.tokens):
-            self._remove(seq, len(held))
+            if self._states is None or int(native.lib().llama_memory_seq_pos_max(self._memory, seq)) < len(held):
+                self._remove(seq, len(held))
+            else:  # a state that has gone on can't be used
+                self.rollback(seq, 0)
 
     # -- rollback ------------------------------------------------------------------------------------------------------
 
     def rollback(self, seq: int, n_keep: int) -> int:
         """Keep the first `n_keep` tokens of `seq`; returns how many are really kept.
 
-        Fewer (0) where they can't be kept: a recurrent state, or a window whose older keys are gone. Within the last
-        block the answer is always n_keep on a model for which `can_roll_back` holds.
+        Fewer (0) where they can't be kept: a recurrent state of earlier decodes, or a window whose older keys are gone.
+        Within the last block the answer is always n_keep on a model for which `can_roll_back` holds and a block of at most
+        `max_draft` drafted tokens behind a first one.
         """
         held = len(self.tokens[seq])
         if n_keep >= held:
             return held
+        if self._states is not None:
+            return self._go_back(seq, max(0, n_keep))
         if n_keep <= 0 or not self._remove(seq, n_keep) or not self._window_intact(seq, n_keep):
             self._remove(seq, 0)
             n_keep = 0
         del self.tokens[seq][n_keep:]
         return n_keep
+
+    def _go_back(self, seq: int, n_keep: int) -> int:
+        """The same with a recurrent state."""
+        assert self._states is not None
+        done = len(self.tokens[seq]) - self._missing[seq]  # tokens that the state has seen
+        if n_keep < done:
+            done = self._states.back(seq, done, n_keep)
+        n_keep, done = (n_keep, done) if done >= 0 else (0, 0)
+        self._missing[seq] = n_keep - done
+        del self.tokens[seq][n_keep:]
+        return n_keep
+
+    @property
+    def max_draft(self) -> int:
+        """Tokens of a block behind its first that may be refused, where a recurrent state sets a limit; else all."""
+        kept = 0 if self._states is None else self._states.n_kept
+        return kept or self.n_batch
 
     def _remove(self, seq: int, start: int) -> bool:
         return bool(native.lib().llama_memory_seq_rm(self._memory, seq, start, -1))
@@ -263,23 +329,37 @@ class TargetSession:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether this model's cache can be trimmed, found out once by trying on an empty sequence.
+        """Whether refused tokens of a block can be taken back, found out once by trying on an empty sequence.
 
-        Recurrent and hybrid models keep one state per sequence: it can't be trimmed. A context of one token has no room
-        to try, and none for a draft.
+        A cache is trimmed. A recurrent state is brought back (snapshot.py), and what follows it must be what followed it the
+        first time. A context of one token has no room to try, and none for a draft.
         """
         if self._can_roll_back is None:
-            if self.model.is_recurrent or self.n_ctx < 2:
-                self._can_roll_back = not self.model.is_recurrent
+            if self.n_ctx < (2 if self._states is None else 4):
+                self._can_roll_back = self._states is None
             else:
                 free = next((i for i, held in enumerate(self.tokens) if not held), None)
                 if free is None:
                     return True
-                token = max(0, self.model.tokenizer.bos)
-                self.decode([(free, [token, token])])
-                self._can_roll_back = self.rollback(free, 1) == 1
+                with contextlib.suppress(NativeError):  # it noticed by itself that something is missing
+                    self._can_roll_back = self._try_to_roll_back(free)
+                self._can_roll_back = bool(self._can_roll_back)
                 self.rollback(free, 0)
         return self._can_roll_back
+
+    def _try_to_roll_back(self, free: int) -> bool:
+        first = max(0, self.model.tokenizer.bos)
+        if self._states is None:
+            self.decode([(free, [first, first])])
+            return self.rollback(free, 1) == 1
+        other = [(first + i * (self.model.n_vocab // 3)) % self.model.n_vocab for i in (1, 2)]
+        self.decode([(free, [first])])
+        want = self.decode([(free, [first, *other])]).logits[1].copy()
+        if self.rollback(free, 2) != 2:
+            return False
+        got = self.decode([(free, other[:1])]).logits[0]
+        # rows of blocks of other sizes may be rounded otherwise; another state's row is far off
+        return bool(np.abs(got - want).max() <= _ALIKE * np.abs(want).max())
 
     def close(self) -> None:
         """Free the context."""

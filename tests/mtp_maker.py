@@ -12,8 +12,12 @@ from localspec.gguf_file import GGUFFile
 from tests import gguf_maker
 
 
-def random_assistant(path: Path, like: Path, n_embd: int = 32, seed: int = 0, change: dict[str, Any] | None = None) -> Path:
-    """Three windowed layers and a full one. `change` replaces keys, by their name behind the architecture."""
+def random_assistant(
+    path: Path, like: Path, n_embd: int = 32, seed: int = 0, change: dict[str, Any] | None = None,
+    clusters: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Three windowed layers and a full one. `change` replaces keys, by their name behind the architecture; `clusters` are
+    those of a clustered head."""
     target = GGUFFile.open(like)
     windowed = [True, True, True, False]
     layers = dict(zip((True, False), layers_read(target)))
@@ -51,6 +55,7 @@ def random_assistant(path: Path, like: Path, n_embd: int = 32, seed: int = 0, ch
     }  # fmt: skip
     keys: dict[str, Any] = {"general.type": "model", "general.name": "random assistant", "general.file_type": 0}
     keys |= {f"gemma4-assistant.{name}": value for name, value in (config | (change or {})).items()}
+    keys |= {f"localspec.clusters.{name}": value for name, value in (clusters or {}).items()}
     return gguf_maker.write(path, "gemma4-assistant", keys | gguf_maker.copied_tokenizer(like), w.out)
 
 

@@ -20,7 +20,7 @@ from localspec.model import Model
 from localspec.shipped import shipped_draft
 from localspec.target import Rows, SessionSettings, TargetSession
 from localspec.template import ChatTemplate
-from tests.gguf_maker import random_draft, tiny_mamba
+from tests.gguf_maker import random_draft
 
 PROMPTS = [
     "Count from one to twenty in words.",
@@ -312,20 +312,6 @@ def test_many_sequences_at_once(session: TargetSession, prompts: list[list[int]]
                 engine.finish(step.slot)
                 running.discard(step.slot)
     assert [texts[slot][:16] for slot in slots] == [text[:16] for text in alone]
-
-
-def test_recurrent_models_decode_plainly_only(tmp_path: Path) -> None:
-    path = tmp_path / "mamba.gguf"
-    tiny_mamba(path)
-    model = Model(path)
-    session = TargetSession(model, SessionSettings(n_ctx=64))
-    try:
-        assert len(write(Engine(session), [1, 2, 3], 8)[0]) <= 8
-        with pytest.raises(UsageError, match="mamba"):
-            Engine(session, NgramDrafter())
-    finally:
-        session.close()
-        model.close()
 
 
 def test_drafters_are_found_by_name(session: TargetSession) -> None:

@@ -20,6 +20,7 @@ LAYERS = [
         "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
         "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
         "gbnf", "grammar", "json_parts", "json_schema",
+        "snapshot", "clusters",
     ],
     ["draft_net", "target", "mtp_context"],
     ["dflash_net", "eagle3_net"],

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localspec import gemma4
+from localspec import clusters, gemma4
 from localspec.accept import Sampling
+from localspec.clusters import ClusteredHead
 from localspec.control import FixedBlock
 from localspec.convert import mtp as export
 from localspec.convert.checkpoint import Checkpoint
@@ -26,13 +27,16 @@ from localspec.engine import Engine, Request, Stats
 from localspec.errors import ModelFileError, PairingError, TrainError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
+from localspec.mtp_context import MtpContext
 from localspec.pairing import check_pair, own_heads
 from localspec.target import SessionSettings, TargetSession
-from localspec.train import checkpoint
+from localspec.train import checkpoint, loop
 from localspec.train.gemma4_keys import KINDS, TargetKeys
+from localspec.train.live import LiveSettings
 from localspec.train.models import DataFacts
 from localspec.train.models.mtp import Model as Assistant
 from localspec.train.models.mtp import Settings
+from localspec.train.settings import TrainSettings
 from localspec.train.target_weights import TargetWeights
 from tests import gguf_maker, mtp_maker, tiny_gemma4
 
@@ -248,6 +252,18 @@ def test_from_data_to_drafting(cli: Callable[..., Any], target: Target, tmp_path
     assert stats.tokens_per_verify > 1.25
 
 
+def test_an_assistant_trains_beside_its_target(target: Target, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [pair[0] for pair in tiny_gemma4.documentation(2000)]
+    prompts.write_text("".join(json.dumps({"prompt": before + a}) + "\n" for a in asked for before in ("", "Say more. ")))
+    beside = LiveSettings((prompts,), max_tokens=32, parallel=4, n_threads=1, kernels="stock", n_ctx=256, first=400)
+    how = TrainSettings(steps=3, batch_tokens=256, held_out=0.3, eval_every=3, save_every=3, threads=1, dtype="fp32")
+    run = loop.Run("mtp", target.path, None, tmp_path / "out", how, Settings(ttt=2), live=beside)
+    loop.train(run, lambda _: None, lambda _: None)
+    saved = Checkpoint.open(tmp_path / "out" / "last").config(GGUFFile.open(target.path))
+    assert saved.taps == TAPS
+
+
 # -- files of others ------------------------------------------------------------------------------------------------------
 
 
@@ -257,11 +273,12 @@ def google(untrained: Path, folder: Path, change: dict[str, Any] | None = None, 
     for name in [name for name in tensors if name.endswith("layer_scalar")]:
         tensors[name] = tensors[name].reshape(())
     tensors["masked_embedding.centroids.weight"] = torch.randn(8, 32)
-    tensors["masked_embedding.token_ordering"] = torch.arange(384)
+    tensors["masked_embedding.token_ordering"] = torch.randperm(384, generator=torch.Generator().manual_seed(2))
     tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items() if name != drop}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((untrained / "config.json").read_text())
+    config["centroid_intermediate_top_k"] = 2
     config["text_config"] |= change or {}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -345,6 +362,89 @@ def test_data_with_other_taps_says_which_are_wanted(target: Target) -> None:
         Assistant.shape_of(Settings(heads=3), weights, TAPS)
 
 
+# -- the clustered head --------------------------------------------------------------------------------------------------
+
+
+def test_a_clustered_head_gives_the_whole_heads_logits_of_its_best_clusters(
+    target: Target, untrained: Path, tmp_path: Path
+) -> None:
+    folder, path = google(untrained, tmp_path / "google"), tmp_path / "draft.gguf"
+    convert(folder, target.path, path, "q8_0")
+    file, source = GGUFFile.open(path, "draft"), load_file(folder / "model.safetensors")
+    assert ClusteredHead.of(file) is None  # so small a vocabulary is read as quickly
+    head = ClusteredHead.of(file, worth=0)
+    assert head is not None
+    slots, at, token = (np.array([i], np.int32) for i in (0, 20, target.texts[0][20]))
+    with (
+        Model(target.path) as model,
+        Model(path, "draft") as draft,
+        TargetSession(model, SessionSettings(64, n_threads=1, taps=(7,))) as session,
+    ):
+        read = session.decode([(0, target.texts[0][:20])]).taps
+        assert read is not None
+        state, found = read[-1:, 0].copy(), []
+        for use in (None, head):
+            context = MtpContext(draft.handle, draft.n_vocab, session, n_threads=1, head=use)
+            logits, following = context.step(slots, at, token, state)
+            found.append((logits.copy(), following))
+            normed = context._pieces
+            context.close()
+    (whole, its_state), (some, my_state) = found
+    np.testing.assert_allclose(my_state, its_state, atol=1e-2 * np.abs(its_state).max())
+    scores = source["masked_embedding.centroids.weight"].float().numpy() @ normed[0][0]
+    best = np.argsort(scores)[-2:]
+    ids = source["masked_embedding.token_ordering"].numpy().reshape(8, 48)[best].reshape(-1)
+    assert set(np.flatnonzero(np.isfinite(some[0])).tolist()) == set(ids.tolist())
+    np.testing.assert_allclose(some[0, ids], whole[0, ids], atol=1e-2 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_the_same_with_a_clustered_head(
+    target: Target, untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> None:
+    path = tmp_path / "draft.gguf"
+    convert(google(untrained, tmp_path / "google"), target.path, path, "f16")
+    monkeypatch.setattr(clusters, "WORTH", 0)
+    asked: list[int] = []
+    give = ClusteredHead.logits
+    monkeypatch.setattr(ClusteredHead, "logits", lambda self, states: (asked.append(len(states)), give(self, states))[1])
+    prompts = [text[: 4 + 20 * i] for i, text in enumerate(target.texts[:3])]
+    with Model(target.path) as model:
+        plain, _ = write(model, path, 0, prompts, sampling, 40)
+        drafted, stats = write(model, path, 3, prompts, sampling, 40)
+    assert drafted == plain
+    assert sum(asked) >= stats.n_drafted > 50
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"centroid_intermediate_top_k": 9}, "says a centroid_intermediate_top_k of 9 for 8 clusters"),
+        ({"masked_embedding.centroids.weight": torch.zeros(7, 32)}, "which its vocabulary can't be cut by"),
+        ({"masked_embedding.token_ordering": torch.zeros(384, dtype=torch.int64)}, "does not name each of its 384 tokens"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(
+    target: Target, untrained: Path, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    folder = google(untrained, tmp_path / "google")
+    for name, value in change.items():
+        if isinstance(value, torch.Tensor):
+            save_file(load_file(folder / "model.safetensors") | {name: value}, folder / "model.safetensors")
+        else:
+            config = json.loads((folder / "config.json").read_text()) | {name: value}
+            (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match=re.escape(told)):
+        convert(folder, target.path, tmp_path / "draft.gguf", "f32")
+
+
+def test_damaged_clusters_are_refused(target: Target, tmp_path: Path) -> None:
+    change = {"top": 2, "centroids": np.zeros(5 * 32, np.float32), "ordering": np.arange(384, dtype=np.int32)}
+    draft = mtp_maker.random_assistant(tmp_path / "odd.gguf", target.path, clusters=change)
+    with pytest.raises(ModelFileError, match="has clusters that don't fit its vocabulary"):
+        ClusteredHead.of(GGUFFile.open(draft), worth=0)
+
+
 # -- a head in the target's own file --------------------------------------------------------------------------------------
 
 
@@ -374,7 +474,7 @@ def test_run_and_inspect_find_the_head_in_the_file(cli: Callable[..., Any], tmp_
 @pytest.mark.parametrize(
     ("arch", "n_heads", "told"),
     [
-        ("qwen35", 1, "qwen35 is a hybrid with recurrent layers: their state can't be cut back"),
+        ("qwen35", 2, "has 2 next-token heads, one for each drafted token"),
         ("glm4moe", 2, "has 2 next-token heads, one for each drafted token"),
         ("llama", 1, "which this llama.cpp has no graph for"),
     ],

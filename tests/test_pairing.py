@@ -14,7 +14,7 @@ import pytest
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.memory import recurrent_layers, windowed_layers
-from localspec.pairing import can_roll_back, check_pair, drafter_for, memory_needed
+from localspec.pairing import can_draft, check_pair, drafter_for, memory_needed, rollback_of
 from tests import gguf_maker
 
 Variant = Callable[..., GGUFFile]
@@ -199,12 +199,15 @@ def test_looking_for_a_drafter_loads_no_llama_cpp(tiny: Path) -> None:
 
 
 def test_who_can_roll_back(tiny: Path, tmp_path: Path) -> None:
-    assert can_roll_back(GGUFFile.open(tiny))[0]
-    assert can_roll_back(GGUFFile.open(gguf_maker.tiny_gemma3(tmp_path / "g.gguf")))[0]
-    able, reason = can_roll_back(GGUFFile.open(gguf_maker.tiny_mamba(tmp_path / "m.gguf")))
+    for path in (tiny, gguf_maker.tiny_gemma3(tmp_path / "g.gguf")):
+        assert rollback_of(GGUFFile.open(path))[0] == "trim"
+        assert can_draft(GGUFFile.open(path))[0]
+    mamba = GGUFFile.open(gguf_maker.tiny_mamba(tmp_path / "m.gguf"))
+    assert rollback_of(mamba)[0] == "snapshot"
+    able, reason = can_draft(mamba)
     assert (able, "mamba is recurrent" in reason) == (False, True)
     jamba = GGUFFile.open(gguf_maker.tiny_jamba(tmp_path / "j.gguf"))
-    able, reason = can_roll_back(jamba)
+    able, reason = can_draft(jamba)
     assert (able, "jamba is a hybrid" in reason) == (False, True)
     assert recurrent_layers(jamba) == [True, False]
 

@@ -136,9 +136,10 @@ def test_probe_of_rollback(session: TargetSession, tmp_path: Path) -> None:
     recurrent = Model(path)
     state = TargetSession(recurrent, SessionSettings(n_ctx=64))
     try:
-        assert not state.can_roll_back
+        assert state.can_roll_back
+        assert state.tokens == [[]]
         state.prefill(0, [1, 2, 3, 4])
-        assert state.rollback(0, 2) == 0  # it can't be trimmed, so it starts anew
+        assert state.rollback(0, 2) == 0  # only a block's tokens are taken back, so it starts anew
         assert state.prefill(0, [1, 2, 3]) == 3
     finally:
         state.close()

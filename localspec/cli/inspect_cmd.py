@@ -19,7 +19,7 @@ from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip
 from localspec.llama_arch import DRAFT_HEADS
 from localspec.memory import MemoryNeed, memory_needed, recurrent_layers, windowed_layers
-from localspec.pairing import can_roll_back, check_pair, drafter_for, is_dspark, llama_spec_type, own_heads
+from localspec.pairing import can_draft, check_pair, drafter_for, is_dspark, llama_spec_type, own_heads, rollback_of
 from localspec.shipped import shipped_draft
 from localspec.speculator import SpeculatorConfig
 
@@ -172,13 +172,10 @@ def inspect_files(
 
 def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
     remarks = _too_long(target, n_ctx)
-    able, reason = can_roll_back(target)
     alone = Pair("ngram", llama_spec_type("ngram", None), (*remarks, "without a draft model, by looking back"), None)
     if target.architecture in DRAFT_HEADS:
         head = "a draft head: it runs only beside the model it was made for (localspec inspect TARGET HEAD)"
         alone = Pair(None, None, (*remarks, head), None)
-    elif not able:
-        alone = Pair(None, None, (*remarks, f"speculation is off: {reason}"), None)
     n_own, no_head = own_heads(target)
     if n_own:
         alone = Pair("mtp", llama_spec_type("mtp", None), (*remarks, "by the next-token head in its own file"), None)
@@ -188,18 +185,16 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
         return alone
     try:
         check_pair(target, draft)
-        spec_type = llama_spec_type(DRAFT_HEADS.get(draft.architecture, "lm"), draft) if able else None
+        spec_type = llama_spec_type(DRAFT_HEADS.get(draft.architecture, "lm"), draft)
     except PairingError as e:
         return replace(alone, error=str(e))
     try:
         drafter = drafter_for(draft)
     except PairingError as e:
         return replace(alone, llama_spec_type=spec_type, error=str(e))
-    draft_able, draft_reason = can_roll_back(draft)
-    if not draft_able:
-        return replace(alone, error=f"{clip(draft.path.name, 120)} can't draft: {draft_reason}")
+    able, reason = can_draft(draft)
     if not able:
-        return alone
+        return replace(alone, error=f"{clip(draft.path.name, 120)} can't draft: {reason}")
     return Pair(drafter, spec_type, (*remarks, *_too_long(draft, n_ctx)), None)
 
 
@@ -210,7 +205,7 @@ def _too_long(file: GGUFFile, n_ctx: int) -> tuple[str, ...]:
 
 
 def _facts(file: GGUFFile) -> dict[str, Any]:
-    tokenizer, (able, reason) = file.tokenizer, can_roll_back(file)
+    tokenizer, (how, in_words) = file.tokenizer, rollback_of(file)
     return {
         "path": str(file.path),
         "name": file.name,
@@ -238,8 +233,8 @@ def _facts(file: GGUFFile) -> dict[str, Any]:
             "eos": tokenizer.eos,
             "hash": file.tokenizer_hash(),
         },
-        "can_roll_back": able,
-        "roll_back_reason": reason,
+        "rollback": how,
+        "rollback_reason": in_words,
     }
 
 
@@ -274,7 +269,7 @@ def _file_rows(file: GGUFFile, need: MemoryNeed) -> Rows:
         ("vocabulary", f"{facts['vocab_size']} tokens, tokenizer {clip(tokenizer.model)}{pre}"),
         ("context", f"{facts['n_ctx_train']} tokens trained, {window}"),
         ("chat template", "yes" if facts["chat_template"] else "no"),
-        ("rollback", ("yes: " if facts["can_roll_back"] else "no: ") + facts["roll_back_reason"]),
+        ("rollback", facts["rollback_reason"]),
         ("memory", f"{_bytes(need.weights)} weights, {_bytes(need.kv)} cache, about {_bytes(need.compute)} to compute"),
     ]
 

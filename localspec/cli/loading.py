@@ -116,8 +116,9 @@ def open_target(
         say(f"stock kernels serve: {reason}")
     own_head = drafter.endswith("mtp") and draft is not None and draft.draft_path is None
     model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap, with_heads=own_head)
+    kept = choice.n_max if draft is not None else 0
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
-    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read))
+    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read, n_rollback=kept))
 
 
 def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
@@ -172,8 +173,7 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
             drafter = load(name, session, settings)
         else:
             say(
-                f"no speculation: {model.gguf.architecture} keeps a recurrent state that can't be rolled back; "
-                "decoding plainly"
+                f"no speculation: the memory of this {model.gguf.architecture} model can't be rolled back; decoding plainly"
             )
             draft = None
     key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None

@@ -18,7 +18,6 @@ need_torch()  # one line in place of an import's traceback
 
 from localspec.data.shards import Manifest  # noqa: E402
 from localspec.picture import need_picture  # noqa: E402
-from localspec.taps import default_taps  # noqa: E402
 from localspec.train import checkpoint, loop, metrics, models, preflight  # noqa: E402
 from localspec.train.distributed import World  # noqa: E402
 from localspec.train.live import LiveSettings  # noqa: E402
@@ -106,7 +105,7 @@ def train_cmd(ctx: click.Context, look: bool, target: str | None) -> None:
         raise UsageError("give a kind to train, such as eagle3, or --preflight")
     opened = TargetWeights(Path(target) if target is not None else default_target())
     kind = models.find(DEFAULT_KIND)
-    _preflight(kind, kind.Settings(), opened, default_taps(opened.identity.n_layer), None)
+    _preflight(kind, kind.Settings(), opened, models.taps_of(kind, opened.gguf), None)
 
 
 def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...], out: Path | None) -> None:
@@ -134,7 +133,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
         opened = TargetWeights(Path(paths["target"]) if paths["target"] is not None else default_target())
         settings = from_dict(cls, {k: v for k, v in values.items() if k in own}, name)
         out = Path(paths["output"]) if paths["output"] else None
-        _preflight(models.find(name), settings, opened, default_taps(opened.identity.n_layer), out)
+        _preflight(models.find(name), settings, opened, models.taps_of(models.find(name), opened.gguf), out)
         return
     if paths["output"] is None:
         raise UsageError("give -o DIR, where the run goes")
@@ -156,7 +155,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
     if World.is_first() and (only_look or checkpoint.settled(run.out / "last") is None):
         opened = TargetWeights(run.target)
         ready = run.data is not None and live is None
-        taps = tuple(Manifest.load(run.data).taps) if ready and run.data else default_taps(opened.identity.n_layer)
+        taps = tuple(Manifest.load(run.data).taps) if ready and run.data else models.taps_of(models.find(name), opened.gguf)
         _preflight(models.find(name), run.model_settings, opened, taps, run.out)
     if only_look:
         return

@@ -16,7 +16,7 @@ from localspec.drafters import DrafterSettings, Sequence
 from localspec.drafters._drawing import Drawing
 from localspec.errors import PairingError, UsageError
 from localspec.model import Model
-from localspec.pairing import can_roll_back, check_pair
+from localspec.pairing import can_draft, check_pair
 from localspec.target import Rows, TargetSession
 
 
@@ -30,8 +30,9 @@ class LmDrafter:
         self.rule = settings.rule
         self.p_min = settings.p_min
         session_settings = replace(
-            target.settings, n_ctx=target.n_ctx, n_threads=settings.n_threads or target.n_threads, type_k="f16", type_v="f16"
-        )
+            target.settings, n_ctx=target.n_ctx, n_threads=settings.n_threads or target.n_threads,
+            type_k="f16", type_v="f16", n_rollback=0,
+        )  # fmt: skip
         self.session = TargetSession(model, session_settings)
         self._n_vocab = min(model.n_vocab, target.model.n_vocab)
         self._agreed = [0] * target.settings.n_sequences  # cached tokens already held against seq.tokens, by slot
@@ -84,7 +85,7 @@ def load(target: TargetSession, settings: DrafterSettings) -> LmDrafter:
         raise UsageError("--spec-type lm needs a draft model: give --draft FILE")
     model = Model(settings.draft_path, role="draft", n_gpu_layers=settings.n_gpu_layers, use_mmap=settings.use_mmap)
     check_pair(target.model.gguf, model.gguf)
-    able, reason = can_roll_back(model.gguf)
+    able, reason = can_draft(model.gguf)
     if not able:
         model.close()
         raise PairingError(f"{settings.draft_path}: can't draft: {reason}")

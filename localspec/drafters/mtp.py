@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from localspec.accept import Draft
+from localspec.clusters import ClusteredHead
 from localspec.drafters import DrafterSettings, Sequence
 from localspec.drafters._drawing import Drawing
 from localspec.errors import LocalspecError, PairingError
@@ -162,7 +163,9 @@ def load(target: TargetSession, settings: DrafterSettings) -> MtpDrafter:
         return NextnDrafter(context, target, settings, None)
     model = Model(settings.draft_path, "draft", settings.n_gpu_layers, settings.use_mmap)
     try:
-        context = MtpContext(model.handle, model.n_vocab, target, 0, n_threads)
+        # on a GPU the whole head costs less than the way back and forth
+        head = ClusteredHead.of(model.gguf) if settings.n_gpu_layers == 0 else None
+        context = MtpContext(model.handle, model.n_vocab, target, 0, n_threads, head)
     except BaseException:
         model.close()
         raise

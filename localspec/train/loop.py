@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,7 +81,10 @@ class _Trainer:
         self._lock: IO[bytes] | None = None
         self.target = TargetWeights(run.target)
         self.kind = models.find(run.method)
-        self.feed = Feed(self.target, run.data, run.eval_data, run.live, self.settings, world)
+        live = run.live
+        if live is not None and self.kind.NEEDS_TAPS and not live.taps:
+            live = replace(live, taps=models.taps_of(self.kind, self.target.gguf))
+        self.feed = Feed(self.target, run.data, run.eval_data, live, self.settings, world)
         try:
             if self.kind.NEEDS_TAPS and not self.feed.shards.manifest.taps:
                 raise TrainError(f"{run.data} has no hidden states (--states none), which {run.method} reads: make it again")

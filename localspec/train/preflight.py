@@ -12,7 +12,7 @@ from localspec import llama_arch
 from localspec.curve import Child, Curve, measure_curves
 from localspec.errors import LocalspecError, TrainError
 from localspec.gguf_file import GGUFFile
-from localspec.pairing import can_roll_back
+from localspec.pairing import rollback_of
 
 #: A small draft step's own time beside its weights', in milliseconds: on native/draft it is little (docs/LOG.md).
 STEP_OVERHEAD = 0.05
@@ -48,9 +48,9 @@ def measure(target: Path, depth: int, rounds: int = 5) -> Curve:
 
 def about_target(gguf: GGUFFile, taps: Sequence[int] | None, found: Findings) -> None:
     """Taps and rolling back. `taps` None: the speculator reads none."""
-    ok, why = can_roll_back(gguf)
-    if not ok:
-        found.warnings.append(f"nothing can be won: {why}, so refused drafts could not be taken back")
+    how, in_words = rollback_of(gguf)
+    if how == "snapshot":
+        found.warnings.append(f"refused drafts cost more than on other models: {in_words}")
     if taps is None:
         return
     beyond = gguf.architecture in llama_arch.NEXTN_STATES  # the state that a next-token head reads
@@ -104,7 +104,7 @@ def preflight(
     if out is not None:
         about_disk(out, parameters, found)
     try:
-        if curve is None and can_roll_back(gguf)[0]:
+        if curve is None:
             curve = measure(gguf.path, depth)
     except LocalspecError as error:
         found.warnings.append(f"the cost of verification can't be measured here: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from localspec.data.shards import Sample
 from localspec.errors import TrainError
+from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
+from localspec.taps import default_taps
 from localspec.train.batches import Batch
 from localspec.train.target_weights import TargetWeights
 
@@ -106,6 +108,13 @@ class Speculator(Protocol):
 def names() -> list[str]:
     """The kinds there are."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+
+
+def taps_of(kind: Any, target: GGUFFile) -> tuple[int, ...]:
+    """The taps that data for this kind has where nobody names others: its own (`Model.taps_wanted`), or the default ones.
+    Raises TrainError or UsageError where the target has none such."""
+    wanted: Callable[[GGUFFile], tuple[int, ...]] | None = getattr(kind, "taps_wanted", None)
+    return default_taps(target.n_layer) if wanted is None else wanted(target)
 
 
 def n_parameters(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...]) -> int:

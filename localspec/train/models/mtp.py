@@ -30,6 +30,7 @@ from localspec import __version__
 from localspec.data.shards import Sample
 from localspec.errors import PairingError, TrainError
 from localspec.gemma4 import assistant_config, layers_read, size_of, taps_read, windowed_of
+from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
 from localspec.train.attention import Block, blocks, chain_attention
 from localspec.train.batches import Batch, collate
@@ -105,13 +106,19 @@ class Model(nn.Module):
         for name, size in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(size) if len(size) > 1 else torch.ones(size)))
 
+    @staticmethod
+    def taps_wanted(gguf: GGUFFile) -> tuple[int, ...]:
+        """What an assistant for this target is trained on. Raises TrainError where there can be none."""
+        try:
+            return taps_read(gguf)
+        except PairingError as error:
+            raise TrainError(str(error)) from None
+
     @classmethod
     def shape_of(cls, settings: Settings, target: TargetWeights, taps: tuple[int, ...]) -> SpeculatorConfig:
         gguf, n_embd = target.gguf, target.identity.n_embd
-        try:
-            wanted, (low, high) = taps_read(gguf), layers_read(gguf)
-        except PairingError as error:
-            raise TrainError(str(error)) from None
+        wanted = cls.taps_wanted(gguf)
+        low, high = layers_read(gguf)
         if tuple(taps) != wanted:
             shown = ",".join(map(str, wanted))
             raise TrainError(f"an MTP assistant for this target reads the taps {shown}, the data has "
