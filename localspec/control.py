@@ -70,6 +70,7 @@ class Outcome:
     confidence: Sequence[float]
     n_accepted: int
     gained: int
+    again: int = 0  # further rows: tokens kept from a side branch of a tree, which had to be read again
 
 
 class Controller(Protocol):

@@ -8,6 +8,9 @@ of the block judges drafted token i, and one new token is always gained, which b
     rows            r0 r1 r2 r3      r0 judges d0, r1 judges d1, ...
     d0 kept, d1 refused              gained: d0 and the target's own token x in place of d1
     cache keeps     ... P d0         x is pending
+
+With draft trees a block branches. What is kept of its first branch stays in the cache; tokens kept from another branch are
+read again with the next block, in front of the pending one, and lie then where plain decoding has them.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from typing import Any
 import numpy as np
 
 from localspec.accept import Block, Draft, Sampling, Verdict, verify
+from localspec.accept_tree import verify_tree
 from localspec.control import Controller, FixedBlock, Look, Outcome
-from localspec.drafters import Drafter, Sequence, Stoppable, TapReader
+from localspec.control_tree import TreeChooser, TreeOutcome
+from localspec.drafters import Drafter, Sequence, Stoppable, TapReader, TreeDrafter
 from localspec.errors import ContextFullError, UsageError
-from localspec.target import Rows, TargetSession
+from localspec.target import Rows, TargetSession, common_start
 from localspec.tokenizer import TextStream
 from localspec.topk import top_k
+from localspec.tree import Shape
 
 
 @dataclass(slots=True)
@@ -115,6 +121,13 @@ class Stats:
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < verdict.n_accepted
 
+    def took(self, draft: float, verify: float, accept: float, whole: float) -> None:
+        """Add a step's times."""
+        self.t_draft += draft
+        self.t_verify += verify
+        self.t_accept += accept
+        self.t_step += whole
+
     def add(self, other: Stats) -> None:
         """Sum up: for totals over several generations."""
         for name in ("n_prompt", "n_prompt_computed", "n_generated", "n_verify", "n_drafted", "n_accepted"):
@@ -150,7 +163,9 @@ class Engine:
         drafter: Drafter | None = None,
         controller: Controller | None = None,
         rule: str = "match",
+        trees: TreeChooser | None = None,
     ):
+        """`trees`: which steps draft a tree, and of what shape; None: chains only."""
         if drafter is not None and not session.can_roll_back:
             raise UsageError(
                 f"{session.model.path}: {session.model.gguf.architecture} keeps a recurrent state that can't be rolled "
@@ -160,6 +175,7 @@ class Engine:
         self.drafter = drafter
         self.controller: Controller = controller or FixedBlock()
         self.rule = rule
+        self.trees = trees if session.n_branches else None
         #: called after every step with what became of it and why it was so: for --trace
         self.on_step: Callable[[list[Outcome], dict[str, Any]], None] | None = None
         self._own_floor = drafter.p_min if isinstance(drafter, Stoppable) else None
@@ -251,33 +267,85 @@ class Engine:
                 active.append(run)
         if not active:
             return steps
+        again = [self._catch_up(run, len(active)) for run in active]
+        if self.trees is not None and len(active) == 1 and isinstance(self.drafter, TreeDrafter):
+            step = self._tree_step(active[0], self.trees, self.drafter, again[0], began)
+            if step is not None:
+                return [*steps, step]
         drafts, proposed, t_draft = self._draft(active)
         t1 = time.perf_counter()
         rows = self.session.decode(
-            [(run.seq.slot, [run.seq.tokens[-1], *draft.tokens.tolist()]) for run, draft in zip(active, drafts)]
+            [(run.seq.slot, [*run.seq.tokens[-1 - n :], *draft.tokens.tolist()]) for run, draft, n in zip(active, drafts, again)]
         )
+        if any(again):  # of one sequence alone, see _catch_up
+            rows = rows.slice(again[0], len(rows.logits))
         t2 = time.perf_counter()
         verdicts = verify(rows.logits, [self._block(r, d) for r, d in zip(active, drafts)], self.rule, self._eog)
         t3 = time.perf_counter()
         at = 0
         outcomes: list[Outcome] = []
-        for run, draft, verdict in zip(active, drafts, verdicts):
+        for run, draft, verdict, n in zip(active, drafts, verdicts, again):
             step = self._take(run, verdict, rows.slice(at, at + len(draft.tokens) + 1))
             at += len(draft.tokens) + 1
             gained = sum(piece.token >= 0 for piece in step.pieces)
-            outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained))
+            outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained, n))
             steps.append(step)
         whole = time.perf_counter() - began
         for run in active:
             share = 1.0 / len(active)
-            run.stats.t_draft += t_draft * share
-            run.stats.t_verify += (t2 - t1) * share
-            run.stats.t_accept += (t3 - t2) * share
-            run.stats.t_step += whole * share
+            run.stats.took(t_draft * share, (t2 - t1) * share, (t3 - t2) * share, whole * share)
         self.controller.record(outcomes, proposed, t_draft, whole - t_draft)
         if self.on_step is not None:
             self.on_step(outcomes, self.controller.trace())
         return steps
+
+    def _catch_up(self, run: _Running, n_active: int) -> int:
+        """How many tokens before the pending one have to be read again with this step's block: what was kept from a side
+        branch. With other texts beside it they are read at once."""
+        seq = run.seq
+        n = len(seq.tokens) - 1 - len(self.session.tokens[seq.slot])
+        if n > 0 and n_active > 1:
+            self.session.decode([(seq.slot, seq.tokens[-1 - n : -1])])
+            return 0
+        return n
+
+    def _tree_step(
+        self, run: _Running, trees: TreeChooser, drafter: TreeDrafter, again: int, began: float
+    ) -> Step | None:
+        """One verification of a tree; None where none is drafted: then a chain is."""
+        seq, look = run.seq, self._look(run, 1)
+        shape = trees.choose(look, again)
+        # Every token takes a cell for the time of the decode, and its place in the batch.
+        room = min(self.session.n_ctx - len(seq.tokens), self.session.n_batch - 1 - again)
+        if shape is None or look.room < 1 or shape.nodes > room:
+            return None
+        tree = drafter.propose_tree(seq, Shape(shape.nodes, min(shape.depth, look.room), shape.width))
+        if not len(tree):
+            return None
+        t1 = time.perf_counter()
+        head = seq.tokens[-1 - again :]
+        rows = self.session.decode_tree(
+            seq.slot,
+            [*head, *tree.tokens.tolist()],
+            [*range(-1, again), *(tree.parents + len(head)).tolist()],
+        )
+        if again:
+            rows = rows.slice(again, len(rows.logits))
+        t2 = time.perf_counter()
+        block = self._block(run, Draft.empty())
+        judged = verify_tree(rows.logits, tree, seq.key, block.position, seq.sampling, block.history, self.rule, self._eog)
+        t3 = time.perf_counter()
+        way = [0, *(node + 1 for node in judged.nodes)]
+        n_cached = 1 + common_start(judged.nodes, tree.line())
+        step = self._take(run, judged.verdict, rows.take(way), n_cached)
+        gained = sum(piece.token >= 0 for piece in step.pieces)
+        whole = time.perf_counter() - began
+        run.stats.took(t1 - began, t2 - t1, t3 - t2, whole)
+        outcome = TreeOutcome(seq.slot, tree, shape, judged.nodes, gained, again)
+        trees.record(outcome, t1 - began, whole - (t1 - began))
+        if self.on_step is not None:
+            self.on_step([Outcome(seq.slot, tree.confidence.tolist(), len(judged.nodes), gained, again)], trees.trace())
+        return step
 
     def _draft(self, active: list[_Running]) -> tuple[list[Draft], int, float]:
         """(a draft for each sequence, tokens proposed before any was dropped, seconds); -1 tokens where nobody was asked."""
@@ -311,8 +379,9 @@ class Engine:
             history = np.array(seq.tokens if n < 0 else seq.tokens[-n:], np.int32)
         return Block(seq.key, len(seq.tokens), draft, seq.sampling, history)
 
-    def _take(self, run: _Running, verdict: Verdict, rows: Rows) -> Step:
-        """Keep what was accepted, up to the end of the text."""
+    def _take(self, run: _Running, verdict: Verdict, rows: Rows, n_cached: int = -1) -> Step:
+        """Keep what was accepted, up to the end of the text. Of a tree's rows, those kept; the first `n_cached` of them are
+        in the cache."""
         seq = run.seq
         held = len(seq.tokens)  # the block's first row stands at position held - 1
         pieces: list[Piece] = []
@@ -341,7 +410,8 @@ class Engine:
         if stop is None and len(seq.tokens) > self.session.n_ctx:
             stop = "context"
         # The cache keeps the pending token and the kept drafts; the token gained last is the new pending one.
-        self.session.rollback(seq.slot, held + len(pieces) - 1)
+        n_rows = len(pieces) if n_cached < 0 else min(n_cached, len(pieces))
+        self.session.rollback(seq.slot, held - 1 + n_rows)
         if self.drafter is not None:
             self.drafter.commit(seq, rows.slice(0, len(pieces)))
         if stop is not None and stop != "stop-string":

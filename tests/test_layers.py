@@ -17,7 +17,7 @@ LAYERS = [
     ["tokenizer"],
     ["model"],
     [
-        "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
+        "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs", "survival", "control",
         "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
     ],
     ["draft_net", "target", "mtp_context"],
