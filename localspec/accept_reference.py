@@ -256,8 +256,8 @@ def judge_several(
     (which of them is kept, -1 for none; the token). For temperature > 0.
 
     Each is judged as if it were the only one, against what the refused ones before it left of p and of q: p becomes
-    max(p - q, 0), q loses the token, both are scaled to sum to 1 (recursive rejection sampling: SpecInfer, Miao et al., 2024;
-    Yang et al., "Multi-candidate speculative decoding", 2024). With one candidate it is `judge`.
+    max(p - q, 0), q loses the token, both are scaled to sum to 1 (SpecInfer, Miao et al., 2024; Yang et al.,
+    "Multi-candidate speculative decoding", 2024). With one candidate it is `judge`.
     """
     have = kept(row, s, at)
     p = have.weights / have.total

@@ -109,15 +109,16 @@ class Stats:
         """For each position of a block: of the verifications that drafted there, the share in which it was kept."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at) if d]
 
-    def count(self, verdict: Verdict) -> None:
-        """Add one verification."""
+    def count(self, verdict: Verdict, depth: int | None = None) -> None:
+        """Add one verification; of a tree, `depth` is that of its line of first children."""
         self.n_verify += 1
         self.n_drafted += verdict.n_drafted
         self.n_accepted += verdict.n_accepted
-        while len(self.drafted_at) < verdict.n_drafted:
+        depth = verdict.n_drafted if depth is None else max(depth, verdict.n_accepted)
+        while len(self.drafted_at) < depth:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(verdict.n_drafted):
+        for i in range(depth):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < verdict.n_accepted
 
@@ -274,8 +275,9 @@ class Engine:
                 return [*steps, step]
         drafts, proposed, t_draft = self._draft(active)
         t1 = time.perf_counter()
+        heads = [run.seq.tokens[-1 - n :] for run, n in zip(active, again)]
         rows = self.session.decode(
-            [(run.seq.slot, [*run.seq.tokens[-1 - n :], *draft.tokens.tolist()]) for run, draft, n in zip(active, drafts, again)]
+            [(run.seq.slot, [*head, *draft.tokens.tolist()]) for run, head, draft in zip(active, heads, drafts)]
         )
         if any(again):  # of one sequence alone, see _catch_up
             rows = rows.slice(again[0], len(rows.logits))
@@ -336,8 +338,9 @@ class Engine:
         judged = verify_tree(rows.logits, tree, seq.key, block.position, seq.sampling, block.history, self.rule, self._eog)
         t3 = time.perf_counter()
         way = [0, *(node + 1 for node in judged.nodes)]
-        n_cached = 1 + common_start(judged.nodes, tree.line())
-        step = self._take(run, judged.verdict, rows.take(way), n_cached)
+        line = tree.line()
+        n_cached = 1 + common_start(judged.nodes, line)
+        step = self._take(run, judged.verdict, rows.take(way), n_cached, len(line))
         gained = sum(piece.token >= 0 for piece in step.pieces)
         whole = time.perf_counter() - began
         run.stats.took(t1 - began, t2 - t1, t3 - t2, whole)
@@ -379,9 +382,9 @@ class Engine:
             history = np.array(seq.tokens if n < 0 else seq.tokens[-n:], np.int32)
         return Block(seq.key, len(seq.tokens), draft, seq.sampling, history)
 
-    def _take(self, run: _Running, verdict: Verdict, rows: Rows, n_cached: int = -1) -> Step:
+    def _take(self, run: _Running, verdict: Verdict, rows: Rows, n_cached: int = -1, depth: int | None = None) -> Step:
         """Keep what was accepted, up to the end of the text. Of a tree's rows, those kept; the first `n_cached` of them are
-        in the cache."""
+        in the cache, and its line of first children has `depth` tokens."""
         seq = run.seq
         held = len(seq.tokens)  # the block's first row stands at position held - 1
         pieces: list[Piece] = []
@@ -405,7 +408,7 @@ class Engine:
                 break
         if run.request.n_probs is not None:
             _add_probabilities(pieces, rows.logits, run.request.n_probs)
-        run.stats.count(verdict)
+        run.stats.count(verdict, depth)
         run.stats.n_generated += len(pieces)
         if stop is None and len(seq.tokens) > self.session.n_ctx:
             stop = "context"

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from localspec.errors import UsageError
+
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
@@ -28,6 +30,10 @@ class Shape:
     nodes: int
     depth: int
     width: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_NODES or self.depth < 1 or self.width < 1:
+            raise UsageError(f"a draft tree has 1 to {MOST_NODES} tokens, a depth and a width, not {self}")
 
 
 @dataclass(slots=True)

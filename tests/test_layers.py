@@ -17,8 +17,9 @@ LAYERS = [
     ["tokenizer"],
     ["model"],
     [
-        "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs", "survival", "control",
-        "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
+        "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs",
+        "survival", "control", "control_tree", "default_model", "profile", "advice", "picture", "hub", "fetch",
+        "prompts", "shipped", "taps", "threads", "gemma4",
     ],
     ["draft_net", "target", "mtp_context"],
     ["dflash_net", "eagle3_net"],

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from localspec import accept_reference as twin
 from localspec.accept import draw
 from localspec.drafters import Sequence
+from localspec.errors import LocalspecError
 from localspec.topk import top_k
 from localspec.tree import Growing, Shape, Tree
 
@@ -53,7 +54,8 @@ def _add_children(tree: Growing, logits: F32, places: list[int], depth: int, seq
         return
     m = len(places)
     drawn = draw(logits, [seq.key] * m, [position] * m, [s] * m, histories, rule, with_q=True)
-    assert drawn.q_ids is not None and drawn.q_probs is not None and drawn.q_starts is not None
+    if drawn.q_ids is None or drawn.q_probs is None or drawn.q_starts is None:
+        raise LocalspecError("no draft distribution")
     for i, place in enumerate(places):
         here = slice(drawn.q_starts[i], drawn.q_starts[i + 1])
         ids, probs = drawn.q_ids[here], drawn.q_probs[here]

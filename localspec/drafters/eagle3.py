@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from localspec.drafters import DrafterSettings, Sequence
-from localspec.drafters._trees import grow
 from localspec.drafters._taps import Known, TapDrafter, open_draft, taps_of
+from localspec.drafters._trees import grow
 from localspec.eagle3_net import F32, I32, Eagle3Net
 from localspec.gguf_file import GGUFFile
 from localspec.pairing import check_pair

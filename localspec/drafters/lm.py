@@ -32,9 +32,13 @@ class LmDrafter:
         self.rule = settings.rule
         self.p_min = settings.p_min
         session_settings = replace(
-            target.settings, n_ctx=target.n_ctx, n_threads=settings.n_threads or target.n_threads, type_k="f16", type_v="f16",
+            target.settings,
+            n_ctx=target.n_ctx,
+            n_threads=settings.n_threads or target.n_threads,
+            type_k="f16",
+            type_v="f16",
             n_branches=settings.n_branches,
-        )  # fmt: skip
+        )
         self.session = TargetSession(model, session_settings)
         self._n_vocab = min(model.n_vocab, target.model.n_vocab)
         self._agreed = [0] * target.settings.n_sequences  # cached tokens already held against seq.tokens, by slot
