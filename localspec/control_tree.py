@@ -34,7 +34,7 @@ class TreeChooser(Protocol):
     """Chooses which steps draft a tree, and learns from what came of them."""
 
     def choose(self, look: Look, again: int) -> Shape | None:
-        """The tree of a step that decodes `again` rows beside it, None for a chain."""
+        """The tree of a step, None for a chain. `again` of its nodes give way to tokens that are read again."""
 
     def record(self, outcome: TreeOutcome, draft: float, rest: float) -> None:
         """A finished step: seconds of drafting and of everything else."""
@@ -98,7 +98,7 @@ class TreesThatPay:
         found = self.trials[shape]
         if found.seen >= _JUDGED:
             return found.gained / found.seconds
-        return self._hope(shape) / self._cost(shape, 0)
+        return self._hope(shape) / self._cost(shape)
 
     def _hope(self, shape: Shape) -> float:
         """Tokens of a step at best: at every place the first token, or half of what it misses."""
@@ -109,11 +109,12 @@ class TreesThatPay:
             gain += alive
         return gain
 
-    def _cost(self, shape: Shape, again: int) -> float:
-        """Seconds of a step; its draft, until one was made, a chain's as deep."""
+    def _cost(self, shape: Shape) -> float:
+        """Seconds of a step, in which rows to be read again take the place of nodes. Its draft: until one was made, that of
+        a chain as deep."""
         found = self.trials[shape]
         draft = found.draft if found.seen else self.chains.draft.seconds(shape.depth)
-        return self.chains.decode.seconds(1 + shape.nodes + again) + draft
+        return self.chains.decode.seconds(1 + shape.nodes) + draft
 
     def choose(self, look: Look, again: int) -> Shape | None:
         self._last = {"why": "no tree"}
@@ -124,7 +125,7 @@ class TreesThatPay:
         worth = best is not None and self.trials[best].seen >= _JUDGED and self.rate(best) > _AHEAD * beat
         if not worth:
             best = self._trial(beat)
-        if best is None or look.room < 2 or not self.chains.allows(self._cost(best, again)):
+        if best is None or look.room < 2 or not self.chains.allows(self._cost(best)):
             return None
         self.trials[best].since = 0
         why = "a tree pays" if worth else "a tree, a trial"
@@ -136,7 +137,7 @@ class TreesThatPay:
         for found in self.trials.values():
             found.since += 1
         for shape, found in self.trials.items():
-            if found.since >= found.gap and self._hope(shape) / self._cost(shape, 0) > _AHEAD * beat:
+            if found.since >= found.gap and self._hope(shape) / self._cost(shape) > _AHEAD * beat:
                 return shape
         return None
 
@@ -147,7 +148,7 @@ class TreesThatPay:
         # Tokens kept from a side branch are read again in the next step.
         later = len(outcome.nodes) - sum(a == b for a, b in zip(outcome.nodes, tree.line()))
         decode = self.chains.decode
-        found.add(outcome.gained, took + decode.seconds(rows + later) - decode.seconds(rows), draft)
+        found.add(outcome.gained, took + max(0.0, decode.seconds(2 + later) - decode.seconds(2)), draft)
         if found.seen >= _JUDGED:
             pays = self.rate(outcome.shape) > _AHEAD * self.chains.to_beat
             found.gap = _GAPS[0] if pays else min(2 * found.gap, _GAPS[1])

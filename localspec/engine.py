@@ -321,7 +321,9 @@ class Engine:
         room = min(self.session.n_ctx - len(seq.tokens), self.session.n_batch - 1 - again)
         if shape is None or look.room < 1 or shape.nodes > room:
             return None
-        tree = drafter.propose_tree(seq, Shape(shape.nodes, min(shape.depth, look.room), shape.width))
+        # As many rows with those to be read again as without: a decode's time has steps.
+        nodes = max(1, shape.nodes - again)
+        tree = drafter.propose_tree(seq, Shape(nodes, min(shape.depth, look.room), shape.width))
         if not len(tree):
             return None
         t1 = time.perf_counter()
