@@ -249,6 +249,54 @@ def judge(
     return Row(p, False, int(have.ids[race(key.stream(RESIDUAL), have.ids, residual)]))
 
 
+def judge_several(
+    row: npt.NDArray[np.float32], s: Sampling, key: Key, drafted: list[int], q: tuple[I64, F64], at: int
+) -> tuple[int, int]:
+    """Rejection sampling with several candidates, drawn from q one after another without replacement, on a penalised row:
+    (which of them is kept, -1 for none; the token). For temperature > 0.
+
+    Each is judged as if it were the only one, against what the refused ones before it left of p and of q: p becomes
+    max(p - q, 0), q loses the token, both are scaled to sum to 1 (SpecInfer, Miao et al., 2024; Yang et al.,
+    "Multi-candidate speculative decoding", 2024). With one candidate it is `judge`.
+    """
+    have = kept(row, s, at)
+    p = have.weights / have.total
+    ids, left = q[0], q[1].copy()
+    numbers = uniforms(key.stream(ACCEPT), np.arange(len(drafted)))
+    places = {token: i for i, token in enumerate(have.ids.tolist())}
+    for i, token in enumerate(drafted):
+        place = np.flatnonzero(ids == token)[0]
+        mine = p[places[token]] if token in places else 0.0
+        if float(numbers[i]) * float(left[place]) < mine:
+            return i, token
+        of = dict(zip(ids.tolist(), left.tolist()))
+        residual = np.maximum(p - np.array([of.get(each, 0.0) for each in have.ids.tolist()]), 0.0)
+        p = residual if residual.any() else p
+        left[place] = 0.0
+        if i + 1 < len(drafted):
+            p = p / p.sum()
+            left = left / left.sum()
+    return -1, int(have.ids[race(key.stream(RESIDUAL), have.ids, p)])
+
+
+def draw_several(
+    s: Sampling, key: Key, rule: str, place: int, ids: I64, probs: F64, n: int
+) -> tuple[I64, F64]:
+    """The first n of a race (Gumbel-top-k: tokens drawn one after another without replacement, Kool et al., 2019), and each
+    one's share of all finishing speeds: how clear its lead is. `place` numbers the places of a tree, 0 its root.
+
+    match: with the noise of the target's token, wherever in the tree. reject: with noise of the place's own, since what was
+    drawn at one must not tell anything about another.
+    """
+    if s.greedy:
+        order = np.argsort(-probs, kind="stable")[:n]
+        return ids[order], probs[order]
+    stream = TOKEN if rule == "match" else DRAFT + 4 * place
+    speed = probs / -log(uniforms(key.stream(stream), ids))
+    order = np.argsort(-speed, kind="stable")[:n]
+    return ids[order], (speed / speed.sum() if rule == "match" else probs)[order]
+
+
 def draw(
     row: npt.NDArray[np.float32], s: Sampling, key: Key, rule: str, at: int
 ) -> tuple[int, float, I64, F64]:

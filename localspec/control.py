@@ -70,6 +70,7 @@ class Outcome:
     confidence: Sequence[float]
     n_accepted: int
     gained: int
+    again: int = 0  # further rows: tokens kept from a side branch of a tree, which had to be read again
 
 
 class Controller(Protocol):
@@ -177,6 +178,31 @@ class Adaptive:
     def _rate(self) -> float:
         """Tokens per second of late."""
         return self._tokens / self._seconds if self._seconds else 0.0
+
+    # -- steps of another kind, for one sequence (control_tree.py) -------------------------------------------------------
+
+    @property
+    def to_beat(self) -> float:
+        """Tokens per second, of late or of plain decoding, that another kind of step must surpass; 0 before chains have
+        been judged."""
+        return max(self._rate, 1 / self.decode.seconds(1)) if self.judged else 0.0
+
+    def allows(self, seconds: float) -> bool:
+        """Whether a step of another kind may take so long and gain one token only: no plain step is due, and no window
+        would lose more than it may."""
+        plain = self.decode.seconds(1)
+        due = self._plain_seen < _FIRST_PLAIN or self._since_plain >= _REFRESH * max(1.0, self._rate * plain)
+        return not due and seconds - plain <= _LOSS * _WINDOW * plain - self._ledger.rise
+
+    def record_other(self, rows: int, gained: int, draft: float, rest: float) -> float:
+        """A finished step of another kind. Returns its seconds, without what the system took away."""
+        self._steps += 1
+        self.decode.record(rows, rest)
+        self._since_plain += max(1, gained)
+        took = min(draft + rest, _STALLED * (self.decode.seconds(rows) + draft))
+        self._ledger.add(gained, took - self.decode.seconds(1) * gained, _WINDOW)
+        self._follow(gained, took)
+        return took
 
     # -- before drafting -----------------------------------------------------------------------------------------------
 
@@ -304,7 +330,7 @@ class Adaptive:
         if not n:
             return
         self._steps += 1
-        rows = n + sum(len(o.confidence) for o in outcomes)
+        rows = n + sum(len(o.confidence) + o.again for o in outcomes)
         gained = sum(o.gained for o in outcomes)
         self.decode.record(rows, rest)
         if proposed > 0:
@@ -336,13 +362,16 @@ class Adaptive:
         else:
             lost = 0.0  # plain decoding is what it is compared with
         self._ledger.add(gained, lost, _WINDOW * n)
-        follow = max(_FOLLOW, 1 / self._steps)
-        self._tokens += follow * (gained - self._tokens)
-        self._seconds += follow * (took - self._seconds)
+        self._follow(gained, took)
         self._last |= {
             "rows": rows, "gained": gained, "ms": round(1e3 * (draft + rest), 3), "expected_ms": round(1e3 * expected, 3),
             "advantage": round(self.advantage, 3), "loss": round(self._ledger.rise / plain, 2),
         }  # fmt: skip
+
+    def _follow(self, gained: int, took: float) -> None:
+        follow = max(_FOLLOW, 1 / self._steps)
+        self._tokens += follow * (gained - self._tokens)
+        self._seconds += follow * (took - self._seconds)
 
     def _judge(self, advantage: float) -> None:
         """A step for which drafts were made gained so many plain steps."""

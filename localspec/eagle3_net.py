@@ -98,6 +98,14 @@ class Eagle3Net:
         self._native.step(self._net, slots, positions, tokens, np.ascontiguousarray(g), states, logits)
         return logits, states
 
+    def branch(self, slot: int, base: int, nodes: I32, parents: I32, tokens: I32, g: F32) -> tuple[F32, F32]:
+        """As `step` for m places of a tree in one slot, which has its root's pair at position `base`. `nodes` i32[m] are
+        numbers of the caller's, rising; `parents` i32[m] those of earlier calls, -1 for the root."""
+        states = np.empty((len(nodes), self.n_embd), np.float32)
+        logits = np.empty((len(nodes), len(self.ids)), np.float32)
+        self._native.branch(self._net, slot, base, nodes, parents, tokens, np.ascontiguousarray(g), states, logits)
+        return logits, states
+
     def greedy(self, slots: I32, positions: I32, tokens: I32, g: F32, ks: I32, p_min: float) -> tuple[I32, F32, I32]:
         """Up to ks[i] tokens after the pair of each slot: target ids i32[m, k], probabilities f32[m, k], counts i32[m]."""
         m, k = len(slots), int(ks.max(initial=0))

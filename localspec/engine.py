@@ -8,6 +8,9 @@ of the block judges drafted token i, and one new token is always gained, which b
     rows            r0 r1 r2 r3      r0 judges d0, r1 judges d1, ...
     d0 kept, d1 refused              gained: d0 and the target's own token x in place of d1
     cache keeps     ... P d0         x is pending
+
+With draft trees a block branches. What is kept of its first branch stays in the cache; tokens kept from another branch are
+read again with the next block, in front of the pending one, and lie then where plain decoding has them.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ from typing import Any
 import numpy as np
 
 from localspec.accept import Block, Draft, Sampling, Verdict, verify
+from localspec.accept_tree import verify_tree
 from localspec.control import Controller, FixedBlock, Look, Outcome
-from localspec.drafters import Drafter, Sequence, Stoppable, TapReader
+from localspec.control_tree import TreeChooser, TreeOutcome
+from localspec.drafters import Drafter, Sequence, Stoppable, TapReader, TreeDrafter
 from localspec.errors import ContextFullError, UsageError
 from localspec.grammar import Constraint, Grammar, narrowed
-from localspec.target import Rows, TargetSession
+from localspec.target import Rows, TargetSession, common_start
 from localspec.tokenizer import TextStream
 from localspec.topk import top_k
+from localspec.tree import Shape
 
 
 @dataclass(slots=True)
@@ -105,17 +111,25 @@ class Stats:
         """For each position of a block: of the verifications that drafted there, the share in which it was kept."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at) if d]
 
-    def count(self, verdict: Verdict) -> None:
-        """Add one verification."""
+    def count(self, verdict: Verdict, depth: int | None = None) -> None:
+        """Add one verification; of a tree, `depth` is that of its line of first children."""
         self.n_verify += 1
         self.n_drafted += verdict.n_drafted
         self.n_accepted += verdict.n_accepted
-        while len(self.drafted_at) < verdict.n_drafted:
+        depth = verdict.n_drafted if depth is None else max(depth, verdict.n_accepted)
+        while len(self.drafted_at) < depth:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(verdict.n_drafted):
+        for i in range(depth):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < verdict.n_accepted
+
+    def took(self, draft: float, verify: float, accept: float, whole: float) -> None:
+        """Add a step's times."""
+        self.t_draft += draft
+        self.t_verify += verify
+        self.t_accept += accept
+        self.t_step += whole
 
     def add(self, other: Stats) -> None:
         """Sum up: for totals over several generations."""
@@ -153,7 +167,9 @@ class Engine:
         drafter: Drafter | None = None,
         controller: Controller | None = None,
         rule: str = "match",
+        trees: TreeChooser | None = None,
     ):
+        """`trees`: which steps draft a tree, and of what shape; None: chains only."""
         if drafter is not None and not session.can_roll_back:
             raise UsageError(
                 f"{session.model.path}: the memory of this {session.model.gguf.architecture} model can't be rolled "
@@ -163,6 +179,7 @@ class Engine:
         self.drafter = drafter
         self.controller: Controller = controller or FixedBlock()
         self.rule = rule
+        self.trees = trees if session.n_branches else None
         #: called after every step with what became of it and why it was so: for --trace
         self.on_step: Callable[[list[Outcome], dict[str, Any]], None] | None = None
         self._own_floor = drafter.p_min if isinstance(drafter, Stoppable) else None
@@ -255,11 +272,20 @@ class Engine:
                 active.append(run)
         if not active:
             return steps
+        again = [self._catch_up(run, len(active)) for run in active]
+        free = len(active) == 1 and active[0].constraint is None  # a grammar is held against chains only
+        if self.trees is not None and free and isinstance(self.drafter, TreeDrafter):
+            step = self._tree_step(active[0], self.trees, self.drafter, again[0], began)
+            if step is not None:
+                return [*steps, step]
         drafts, proposed, t_draft = self._draft(active)
         t1 = time.perf_counter()
+        heads = [run.seq.tokens[-1 - n :] for run, n in zip(active, again)]
         rows = self.session.decode(
-            [(run.seq.slot, [run.seq.tokens[-1], *draft.tokens.tolist()]) for run, draft in zip(active, drafts)]
+            [(run.seq.slot, [*head, *draft.tokens.tolist()]) for run, head, draft in zip(active, heads, drafts)]
         )
+        if any(again):  # of one sequence alone, see _catch_up
+            rows = rows.slice(again[0], len(rows.logits))
         t2 = time.perf_counter()
         blocks = [self._block(run, draft) for run, draft in zip(active, drafts)]
         logits = narrowed(rows.logits, blocks, [run.constraint for run in active], self.rule)
@@ -267,24 +293,72 @@ class Engine:
         t3 = time.perf_counter()
         at = 0
         outcomes: list[Outcome] = []
-        for run, draft, verdict in zip(active, drafts, verdicts):
+        for run, draft, verdict, n in zip(active, drafts, verdicts, again):
             step = self._take(run, verdict, rows.slice(at, at + len(draft.tokens) + 1))
             at += len(draft.tokens) + 1
             gained = sum(piece.token >= 0 for piece in step.pieces)
-            outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained))
+            outcomes.append(Outcome(run.seq.slot, draft.confidence.tolist(), verdict.n_accepted, gained, n))
             steps.append(step)
         self.session.settle()
         whole = time.perf_counter() - began
         for run in active:
             share = 1.0 / len(active)
-            run.stats.t_draft += t_draft * share
-            run.stats.t_verify += (t2 - t1) * share
-            run.stats.t_accept += (t3 - t2) * share
-            run.stats.t_step += whole * share
+            run.stats.took(t_draft * share, (t2 - t1) * share, (t3 - t2) * share, whole * share)
         self.controller.record(outcomes, proposed, t_draft, whole - t_draft)
         if self.on_step is not None:
             self.on_step(outcomes, self.controller.trace())
         return steps
+
+    def _catch_up(self, run: _Running, n_active: int) -> int:
+        """How many tokens before the pending one have to be read again with this step's block: what was kept from a side
+        branch. With other texts beside it they are read at once."""
+        seq = run.seq
+        n = len(seq.tokens) - 1 - len(self.session.tokens[seq.slot])
+        if n > 0 and n_active > 1:
+            self.session.decode([(seq.slot, seq.tokens[-1 - n : -1])])
+            return 0
+        return n
+
+    def _tree_step(
+        self, run: _Running, trees: TreeChooser, drafter: TreeDrafter, again: int, began: float
+    ) -> Step | None:
+        """One verification of a tree; None where none is drafted: then a chain is."""
+        seq, look = run.seq, self._look(run, 1)
+        shape = trees.choose(look, again)
+        # Every token takes a cell for the time of the decode, and its place in the batch.
+        room = min(self.session.n_ctx - len(seq.tokens), self.session.n_batch - 1 - again)
+        if shape is None or look.room < 1 or shape.nodes > room:
+            return None
+        # As many rows with those to be read again as without: a decode's time has steps.
+        nodes = max(1, shape.nodes - again)
+        tree = drafter.propose_tree(seq, Shape(nodes, min(shape.depth, look.room), shape.width))
+        if not len(tree):
+            return None
+        t1 = time.perf_counter()
+        head = seq.tokens[-1 - again :]
+        rows = self.session.decode_tree(
+            seq.slot,
+            [*head, *tree.tokens.tolist()],
+            [*range(-1, again), *(tree.parents + len(head)).tolist()],
+        )
+        if again:
+            rows = rows.slice(again, len(rows.logits))
+        t2 = time.perf_counter()
+        block = self._block(run, Draft.empty())
+        judged = verify_tree(rows.logits, tree, seq.key, block.position, seq.sampling, block.history, self.rule, self._eog)
+        t3 = time.perf_counter()
+        way = [0, *(node + 1 for node in judged.nodes)]
+        line = tree.line()
+        n_cached = 1 + common_start(judged.nodes, line)
+        step = self._take(run, judged.verdict, rows.take(way), n_cached, len(line))
+        gained = sum(piece.token >= 0 for piece in step.pieces)
+        whole = time.perf_counter() - began
+        run.stats.took(t1 - began, t2 - t1, t3 - t2, whole)
+        outcome = TreeOutcome(seq.slot, tree, shape, judged.nodes, gained, again)
+        trees.record(outcome, t1 - began, whole - (t1 - began))
+        if self.on_step is not None:
+            self.on_step([Outcome(seq.slot, tree.confidence.tolist(), len(judged.nodes), gained, again)], trees.trace())
+        return step
 
     def _draft(self, active: list[_Running]) -> tuple[list[Draft], int, float]:
         """(a draft for each sequence, tokens proposed before any was dropped, seconds); -1 tokens where nobody was asked."""
@@ -322,8 +396,9 @@ class Engine:
             history = np.array(seq.tokens if n < 0 else seq.tokens[-n:], np.int32)
         return Block(seq.key, len(seq.tokens), draft, seq.sampling, history)
 
-    def _take(self, run: _Running, verdict: Verdict, rows: Rows) -> Step:
-        """Keep what was accepted, up to the end of the text."""
+    def _take(self, run: _Running, verdict: Verdict, rows: Rows, n_cached: int = -1, depth: int | None = None) -> Step:
+        """Keep what was accepted, up to the end of the text. Of a tree's rows, those kept; the first `n_cached` of them are
+        in the cache, and its line of first children has `depth` tokens."""
         seq = run.seq
         held = len(seq.tokens)  # the block's first row stands at position held - 1
         pieces: list[Piece] = []
@@ -349,12 +424,13 @@ class Engine:
                 break
         if run.request.n_probs is not None:
             _add_probabilities(pieces, rows.logits, run.request.n_probs)
-        run.stats.count(verdict)
+        run.stats.count(verdict, depth)
         run.stats.n_generated += len(pieces)
         if stop is None and len(seq.tokens) > self.session.n_ctx:
             stop = "context"
         # The cache keeps the pending token and the kept drafts; the token gained last is the new pending one.
-        self.session.rollback(seq.slot, held + len(pieces) - 1)
+        n_rows = len(pieces) if n_cached < 0 else min(n_cached, len(pieces))
+        self.session.rollback(seq.slot, held - 1 + n_rows)
         if self.drafter is not None:
             self.drafter.commit(seq, rows.slice(0, len(pieces)))
         if stop is not None and stop != "stop-string":

@@ -48,6 +48,7 @@ class SessionSettings:
     taps: tuple[int, ...] = ()  # hidden states to read in every decode, see taps.py
     # Tokens that a recurrent state shall be able to go back without a copy, where llama.cpp can do that: see snapshot.py.
     n_rollback: int = 0
+    n_branches: int = 0  # further sequence ids, for the branches of draft trees; they share the one text's cells
 
     def __post_init__(self) -> None:
         if self.n_ctx < 0 or self.n_ctx > 1 << 24:
@@ -59,6 +60,8 @@ class SessionSettings:
                 raise UsageError(f"{flag} {value}: unknown cache type; one of {', '.join(CACHE_TYPES)}")
         if self.flash_attention not in FLASH_ATTENTION:
             raise UsageError(f"-fa {self.flash_attention}: one of {', '.join(FLASH_ATTENTION)}")
+        if self.n_branches < 0 or (self.n_branches > 0 and self.n_sequences != 1):
+            raise UsageError("draft trees serve one text at a time: --spec-tree off, or one sequence")
         if self.flash_attention == "off" and self.type_v not in ("f32", "f16", "bf16"):
             raise UsageError(f"-ctv {self.type_v} needs flash attention: use -fa on")
 
@@ -75,6 +78,11 @@ class Rows:
         """Rows start to end."""
         return Rows(self.logits[start:end], None if self.taps is None else self.taps[start:end])
 
+    def take(self, which: Sequence[int]) -> Rows:
+        """These rows, in this order: a copy."""
+        index = np.asarray(which)
+        return Rows(self.logits[index], None if self.taps is None else self.taps[index])
+
 
 class TargetSession:
     """Owns one context. `tokens[seq]` is what the cache of a sequence holds, in order, from position 0."""
@@ -86,13 +94,16 @@ class TargetSession:
         self.settings = settings
         n_ctx = settings.n_ctx or min(4096, model.n_ctx_train or 4096)
         self.n_threads = settings.n_threads or native.default_threads()
-        if settings.n_sequences < 1 or settings.n_sequences > lib.llama_max_parallel_sequences():
-            raise UsageError(f"{settings.n_sequences} sequences: llama.cpp allows {lib.llama_max_parallel_sequences()}")
+        n_ids = settings.n_sequences + settings.n_branches
+        if settings.n_sequences < 1 or n_ids > lib.llama_max_parallel_sequences():
+            raise UsageError(f"{n_ids} sequences: llama.cpp allows {lib.llama_max_parallel_sequences()}")
         n_rollback = self._check_memory(n_ctx)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx * settings.n_sequences
         params.n_batch = params.n_ubatch = settings.n_batch
-        params.n_seq_max = settings.n_sequences
+        params.n_seq_max = n_ids
+        if settings.n_branches:  # ids that share cells: `fork` copies no keys
+            params.kv_unified = True
         params.n_threads = params.n_threads_batch = self.n_threads
         params.type_k = CACHE_TYPES[settings.type_k]
         params.type_v = CACHE_TYPES[settings.type_v]
@@ -119,8 +130,8 @@ class TargetSession:
         #: tokens that one sequence can hold; llama.cpp rounds up, a user's own limit is kept
         self.n_ctx = min(n_ctx, int(lib.llama_n_ctx_seq(self.handle)))
         self.n_batch = int(lib.llama_n_batch(self.handle))
-        self.tokens: list[list[int]] = [[] for _ in range(settings.n_sequences)]
-        self._missing = [0] * settings.n_sequences  # of these, at the end, what llama.cpp must decode again: see `settle`
+        self.tokens: list[list[int]] = [[] for _ in range(n_ids)]
+        self._missing = [0] * n_ids  # of these, at the end, what llama.cpp must decode again: see `settle`
         self._make_batch(self.n_batch)
         self._can_roll_back: bool | None = None
         # Stock kernels add up long rows of attention by thread: there the text would depend on who else is at work. And
@@ -184,6 +195,60 @@ class TargetSession:
             self.tokens[seq].extend(int(t) for t in tokens)
         taps = None if self.taps is None else self.taps.read([(seq, len(tokens)) for seq, tokens in blocks])
         return Rows(native.logits(self.handle, n, self.model.n_vocab), taps)
+
+    @property
+    def n_branches(self) -> int:
+        """Branches that a draft tree may have beside its first: 0 where the model's cache does not allow any."""
+        return self.settings.n_branches if self.model.n_swa == 0 and not self.model.is_recurrent else 0
+
+    def decode_tree(self, seq: int, tokens: Sequence[int] | np.ndarray, parents: Sequence[int] | np.ndarray) -> Rows:
+        """One decode of tokens that branch behind `seq`; logits and taps for every one of them.
+
+        parents[i] < i: the token before token i, -1 for what the cache holds. The line of first children, which must come
+        first, stays in the cache as after `decode`. All other cells are given back at once: a token's row depends on the
+        place of its keys, and one kept there would say something else than where plain decoding puts it.
+
+        Raises UsageError for more branches than the session has ids, ContextFullError as `decode` does.
+        """
+        lines = tree_lines(parents)
+        if len(lines) - 1 > self.n_branches:
+            raise UsageError(f"a draft tree of {len(lines)} branches; this session has room for {self.n_branches + 1}")
+        n, held, lib = len(tokens), len(self.tokens[seq]), native.lib()
+        self._fill([(seq, tokens)])
+        ids = [seq, *range(self.settings.n_sequences, self.settings.n_sequences + len(lines) - 1)]
+        through: list[list[int]] = [[] for _ in range(n)]
+        for branch, line in zip(ids, lines):
+            for i in line:
+                through[i].append(branch)
+                self._pos[i] = held + line.index(i)
+        for branch in ids[1:]:
+            self._remove(branch, 0)
+            lib.llama_memory_seq_cp(self._memory, seq, branch, -1, -1)
+            self.tokens[branch] = []
+        flat = np.array([branch for each in through for branch in each], np.int32)
+        pointer, at = ctypes.POINTER(ctypes.c_int32), flat.ctypes.data
+        for i, each in enumerate(through):
+            self._n_seq[i] = len(each)
+            self._seq_pointers[i] = ctypes.cast(at, pointer)
+            at += 4 * len(each)
+        self._want[:n] = 1
+        try:
+            self._run(n)
+        finally:
+            for i in range(n):
+                self._n_seq[i] = 1
+                self._seq_pointers[i] = ctypes.cast(self._seq.ctypes.data + 4 * i, pointer)
+            for branch in ids[1:]:
+                self._remove(branch, 0)
+        self.tokens[seq].extend(int(tokens[i]) for i in lines[0])
+        taps = None if self.taps is None else self.taps.read([(seq, n)])
+        return Rows(native.logits(self.handle, n, self.model.n_vocab), taps)
+
+    def fork(self, seq: int, branch: int) -> None:
+        """The sequence `branch` becomes what `seq` is: no key is copied."""
+        self._remove(branch, 0)
+        native.lib().llama_memory_seq_cp(self._memory, seq, branch, -1, -1)
+        self.tokens[branch] = list(self.tokens[seq])
 
     def prefill(
         self,
@@ -380,3 +445,20 @@ def common_start(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
+
+
+def tree_lines(parents: Sequence[int] | np.ndarray) -> list[list[int]]:
+    """The ways from the root of a tree to each leaf, that along first children first. Raises LocalspecError where that one
+    is not 0, 1, 2, ... or a parent does not come before its child."""
+    above = [int(parent) for parent in parents]
+    if any(not -1 <= parent < i for i, parent in enumerate(above)):
+        raise LocalspecError("a tree's parents must come before their children")
+    lines = []
+    for leaf in sorted(set(range(len(above))) - set(above)):
+        line = [leaf]
+        while above[line[-1]] >= 0:
+            line.append(above[line[-1]])
+        lines.append(line[::-1])
+    if lines[0] != list(range(len(lines[0]))):
+        raise LocalspecError("a tree's first tokens must be its line of first children")
+    return lines

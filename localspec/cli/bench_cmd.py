@@ -106,6 +106,7 @@ def _settings(
         "n_max": choice.n_max,
         "p_min": choice.p_min,
         "adapt": choice.adapt,
+        "trees": choice.trees,
         "accept": choice.rule,
         "n_predict": n_predict,
         "n_ctx": loaded.session.n_ctx,

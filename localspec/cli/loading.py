@@ -13,7 +13,8 @@ from localspec import native, profile
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
-from localspec.drafters import Drafter, DrafterSettings, load, names, split, taps
+from localspec.control_tree import FixedTree, TreeChooser, TreesThatPay
+from localspec.drafters import Drafter, DrafterSettings, TreeDrafter, load, names, split, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
@@ -25,6 +26,9 @@ from localspec.target import TargetSession
 
 #: llama.cpp's --spec-type -> our drafter of the same kind
 LLAMA_CPP_NAMES = {theirs: ours for ours, theirs in SPEC_TYPES.items()} | {"draft-dspark": "dflash", "dspark": "dflash"}
+
+#: sequence ids for the branches of draft trees, which cost a little memory each
+TREE_BRANCHES = 16
 
 
 def say(text: str) -> None:
@@ -118,7 +122,9 @@ def open_target(
     model = Model(path, "target", choice.n_gpu_layers, choice.use_mmap, with_heads=own_head)
     kept = choice.n_max if draft is not None else 0
     read = taps(drafter, model.gguf, draft) if draft is not None else choice.session.taps
-    return model, TargetSession(model, replace(choice.session, n_sequences=n_sequences, taps=read, n_rollback=kept))
+    n_branches = draft.n_branches if draft is not None else 0
+    settings = replace(choice.session, n_sequences=n_sequences, taps=read, n_rollback=kept, n_branches=n_branches)
+    return model, TargetSession(model, settings)
 
 
 def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
@@ -162,8 +168,9 @@ def open_engine(choice: ModelChoice, n_sequences: int = 1) -> Loaded:
 
 
 def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: str, n_sequences: int) -> Loaded:
+    n_branches = TREE_BRANCHES if choice.trees != "off" and n_sequences == 1 else 0
     settings = DrafterSettings(
-        draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads, choice.use_mmap
+        draft, choice.rule, choice.p_min, choice.n_gpu_layers_draft, choice.session.n_threads, choice.use_mmap, n_branches
     )
     drafting = name != "none" and choice.n_max > 0
     model, session = open_target(choice, target, n_sequences, name, settings if drafting else None)
@@ -178,7 +185,26 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
             draft = None
     key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None
     controller = make_controller(choice, profile.load(key) if key else None)
-    return Loaded(model, session, drafter, draft, Engine(session, drafter, controller, choice.rule), key)
+    trees = make_trees(choice, controller) if drafter is not None else None
+    if trees is not None and not (isinstance(drafter, TreeDrafter) and session.n_branches):
+        say(f"--spec-tree {choice.trees}: {_no_trees(drafter, session)}; drafting chains")
+    return Loaded(model, session, drafter, draft, Engine(session, drafter, controller, choice.rule, trees), key)
+
+
+def _no_trees(drafter: Drafter | None, session: TargetSession) -> str:
+    """Why no trees are drafted."""
+    if not isinstance(drafter, TreeDrafter):
+        return f"the drafter {drafter.name if drafter else 'none'} has none"
+    if session.model.n_swa:
+        return "the target's attention has a sliding window, whose cache can't be shared by branches"
+    return "there are several texts at a time"
+
+
+def make_trees(choice: ModelChoice, controller: Controller) -> TreeChooser | None:
+    """Whether to draft trees: where they pay, which an adaptive controller knows, always, or never."""
+    if choice.trees == "off":
+        return None
+    return TreesThatPay(controller) if choice.trees == "auto" and isinstance(controller, Adaptive) else FixedTree()
 
 
 def profile_key(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: str = "") -> profile.Key | None:

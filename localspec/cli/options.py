@@ -77,6 +77,9 @@ draft_options = _stack(
            show_default=True, metavar="P", help="Stop drafting where the draft is less sure than this."),
     option("Speculation", "--spec-adapt/--no-spec-adapt", "adapt", default=True, show_default=True,
            help="Draft as many tokens as pay on this machine, none where none does; or always the same number."),
+    option("Speculation", "--spec-tree", "trees", type=click.Choice(["off", "auto", "on"]), default="off", show_default=True,
+           help="Draft trees, several branches checked at once (eagle3, lm; one text at a time): auto where they pay over "
+                "chains, on always. The text stays the same."),
     option("Speculation", "--accept", "rule", type=click.Choice(["match", "reject"]), default="match", show_default=True,
            help="match: the plain text of the same seed. reject: rejection sampling, same distribution."),
 )  # fmt: skip
@@ -127,6 +130,7 @@ class ModelChoice:
     n_max: int = DEFAULT_N_MAX
     p_min: float = 0.0
     adapt: bool = True
+    trees: str = "off"
     rule: str = "match"
 
 

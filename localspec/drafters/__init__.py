@@ -19,6 +19,7 @@ from localspec.accept import Draft, Sampling
 from localspec.errors import PairingError
 from localspec.gguf_file import GGUFFile
 from localspec.target import Rows, TargetSession
+from localspec.tree import Shape, Tree
 
 
 @dataclass(slots=True)
@@ -66,6 +67,14 @@ class Stoppable(Protocol):
 
 
 @runtime_checkable
+class TreeDrafter(Protocol):
+    """A drafter that can draft trees."""
+
+    def propose_tree(self, seq: Sequence, shape: Shape) -> Tree:
+        """A tree of at most this shape behind seq.tokens; empty is always fine."""
+
+
+@runtime_checkable
 class TapReader(Protocol):
     """A drafter that reads the target's hidden states: those of the prompt through this, later ones from `commit`'s rows."""
 
@@ -87,6 +96,7 @@ class DrafterSettings:
     n_gpu_layers: int = 0
     n_threads: int = 0
     use_mmap: bool = True
+    n_branches: int = 0  # ids for the branches of draft trees, 0: chains only
 
 
 def names() -> list[str]:

@@ -15,10 +15,12 @@ import numpy as np
 
 from localspec.drafters import DrafterSettings, Sequence
 from localspec.drafters._taps import Known, TapDrafter, open_draft, taps_of
+from localspec.drafters._trees import grow
 from localspec.eagle3_net import F32, I32, Eagle3Net
 from localspec.gguf_file import GGUFFile
 from localspec.pairing import check_pair
 from localspec.target import TargetSession
+from localspec.tree import Growing, Shape, Tree, empty_tree
 
 
 class _Pairs(Known):
@@ -93,8 +95,39 @@ class Eagle3Drafter(TapDrafter[_Pairs]):
     def _chain(self, seqs: list[Sequence], ks: I32) -> _Chain:
         return _Chain(self.net, self._pairs(seqs))
 
+    def propose_tree(self, seq: Sequence, shape: Shape) -> Tree:
+        self._take_waiting(self._slots[seq.slot])
+        if not self._is_ready(seq):
+            return empty_tree()
+        return grow(_Branches(self, seq), seq, shape, self.rule)
+
     def close(self) -> None:
         self.net.close()
+
+
+class _Branches:
+    """The places of a tree: each node is a pair of its token and the state that came out one pair before."""
+
+    def __init__(self, drafter: Eagle3Drafter, seq: Sequence):
+        self._net, self._spread = drafter.net, drafter._spread
+        slots, positions, tokens, states = drafter._pairs([seq])
+        self._slot, self._base = int(slots[0]), int(positions[0])
+        logits, out = self._net.step(slots, positions, tokens, states)
+        self.logits = self._spread(logits)
+        self._states = {-1: out[0]}  # that come out behind a node
+        self._number = {-1: -1}  # of the nodes read so far, without gaps
+
+    def go_on(self, nodes: list[int], tree: Growing) -> None:
+        above = [tree.parents[node] for node in nodes]
+        for node in nodes:
+            self._number[node] = len(self._number) - 1
+        numbers = np.array([self._number[node] for node in nodes], np.int32)
+        parents = np.array([self._number[node] for node in above], np.int32)
+        tokens = np.array([tree.tokens[node] for node in nodes], np.int32)
+        g = np.stack([self._states[node] for node in above])
+        logits, out = self._net.branch(self._slot, self._base, numbers, parents, tokens, g)
+        self.logits = self._spread(logits)
+        self._states |= dict(zip(nodes, out))
 
 
 def taps(target: GGUFFile, settings: DrafterSettings) -> tuple[int, ...]:

@@ -14,10 +14,12 @@ import numpy as np
 from localspec.accept import Draft
 from localspec.drafters import DrafterSettings, Sequence
 from localspec.drafters._drawing import Drawing
+from localspec.drafters._trees import grow
 from localspec.errors import PairingError, UsageError
 from localspec.model import Model
 from localspec.pairing import can_draft, check_pair
 from localspec.target import Rows, TargetSession
+from localspec.tree import Growing, Shape, Tree, empty_tree
 
 
 class LmDrafter:
@@ -31,7 +33,7 @@ class LmDrafter:
         self.p_min = settings.p_min
         session_settings = replace(
             target.settings, n_ctx=target.n_ctx, n_threads=settings.n_threads or target.n_threads,
-            type_k="f16", type_v="f16", n_rollback=0,
+            type_k="f16", type_v="f16", n_rollback=0, n_branches=settings.n_branches,
         )  # fmt: skip
         self.session = TargetSession(model, session_settings)
         self._n_vocab = min(model.n_vocab, target.model.n_vocab)
@@ -52,6 +54,18 @@ class LmDrafter:
             on, tokens = drawing.draw(np.ascontiguousarray(rows.logits[last, : self._n_vocab]), order)
             feed = {order[row]: [token] for row, token in zip(on, tokens.tolist())}
         return drawing.drafts()
+
+    def propose_tree(self, seq: Sequence, shape: Shape) -> Tree:
+        # A layer's lines and those that they leave.
+        if self.session.n_branches < 2 * shape.width - 1:
+            return empty_tree()
+        if len(seq.tokens) + shape.width * shape.depth > self.session.n_ctx:
+            return empty_tree()
+        branches = _Branches(self, seq)
+        try:
+            return grow(branches, seq, shape, self.rule)
+        finally:
+            branches.release()
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Bring the draft's cache to the beginning of the text and return what it has not seen, to be decoded now."""
@@ -77,6 +91,43 @@ class LmDrafter:
     def close(self) -> None:
         self.session.close()
         self.model.close()
+
+
+class _Branches:
+    """The draft's cache during a tree: each line of nodes has a sequence id, the line of first children the text's own, so
+    that what is kept of it need not be read again."""
+
+    def __init__(self, drafter: LmDrafter, seq: Sequence):
+        self._session, self._n_vocab = drafter.session, drafter._n_vocab
+        self._spare = list(range(self._session.settings.n_sequences, len(self._session.tokens)))
+        self._slot = {-1: seq.slot}
+        missing = drafter._missing(seq)
+        rows = self._session.decode([(seq.slot, missing)])
+        self.logits = np.ascontiguousarray(rows.logits[-1:, : self._n_vocab])
+
+    def go_on(self, nodes: list[int], tree: Growing) -> None:
+        first: dict[int, int] = {}  # of each parent, the child that goes on in its sequence
+        for node in nodes:
+            first.setdefault(tree.parents[node], node)
+        for node in nodes:  # others leave before the parent's sequence grows
+            parent = tree.parents[node]
+            if first[parent] == node:
+                self._slot[node] = self._slot[parent]
+                continue
+            self._slot[node] = self._free(tree, nodes)
+            self._session.fork(self._slot[parent], self._slot[node])
+        rows = self._session.decode([(self._slot[node], [tree.tokens[node]]) for node in nodes])
+        self.logits = np.ascontiguousarray(rows.logits[:, : self._n_vocab])
+
+    def release(self) -> None:
+        """Give the branches' cells back."""
+        for slot in self._spare:
+            self._session.rollback(slot, 0)
+
+    def _free(self, tree: Growing, nodes: list[int]) -> int:
+        """A sequence that no node of this layer goes on in, nor comes from."""
+        taken = {self._slot.get(node) for node in nodes} | {self._slot[tree.parents[node]] for node in nodes}
+        return next(slot for slot in self._spare if slot not in taken)
 
 
 def load(target: TargetSession, settings: DrafterSettings) -> LmDrafter:

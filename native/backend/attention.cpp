@@ -172,6 +172,10 @@ extern "C" void ls_att_make_plan(const ls_attention_args * a, int nth, ls_att_pl
     p->o_kt       = put(align16(p->DK) * LS_ATT_BLOCK);
     p->o_v        = put(p->DVp * LS_ATT_BLOCK);
     p->o_q        = put(p->tile * p->DK);
+    p->o_q_one    = put((p->G < p->tile ? p->G : p->tile) * p->DK);
+    p->o_k_rows   = put(p->DK * LS_ATT_BLOCK);
+    p->o_v_rows   = put(p->DV * LS_ATT_BLOCK);
+    p->o_mask_row = put(LS_ATT_BLOCK / 2);
     p->o_s        = put(p->tile * LS_ATT_BLOCK + LS_ATT_BLOCK);
     p->o_acc      = put(p->tile * p->DVp);
     p->o_total    = put(p->tile * p->DVp);

@@ -5,6 +5,10 @@
 // the keys and values it may see and their places in the cache: not on the number of queries or threads, not on how much masked padding
 // follows, and not on the instruction set (every vector kernel does the same fused multiply-adds in the same order; the portable one too).
 //
+// Places are counted from the start of the cache, but within the last LS_ATT_TAIL cells up to the last that a row sees, from the first
+// one there that it sees, hidden cells don't count: the tokens of a draft tree lie behind one another, branch after branch, and each
+// one's row is that of the same tokens in a chain.
+//
 // This header knows nothing of ggml: the caller copies the tensors' shapes and strides into ls_attention_args.
 #ifndef LS_ATTENTION_H
 #define LS_ATTENTION_H

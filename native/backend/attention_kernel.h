@@ -393,12 +393,16 @@ struct tile {
     float *lanes, *m, *rescale, *slope;               // per row: 16 partial sums, the maximum, the block's factor, the ALiBi slope
     float *acc;                                       // [rows][acc_stride]
     int64_t acc_stride;
+    int64_t hole;             // from here on some row's keys are numbered anew: see attention.h
+    float * q_one;            // queries of one position
+    char *  k_rows, * v_rows; // a block of keys and values one after another
+    uint16_t * mask_row;      // and their mask
     const int32_t * lines; // offsets of the lines of a block of keys, then of a block of values
     int64_t n_lines_k, n_lines_v;
 
     int64_t head(int64_t r) const { return group * p->G + (row0 + r) % p->G; }
     int64_t query(int64_t r) const { return (row0 + r) / p->G; }
-    const char * mask_row(int64_t r) const {
+    const char * mask_row_of(int64_t r) const {
         if (!a->mask.data) {
             return nullptr;
         }
@@ -406,6 +410,52 @@ struct tile {
                seq % a->mask.ne[3] * a->mask.nb[3];
     }
 };
+
+constexpr uint16_t HIDDEN  = 0xfc00; // -infinity
+constexpr int64_t  NO_HOLE = INT64_MAX;
+
+bool hidden(const char * mask_row, int64_t key) { return u16_at(mask_row + 2 * key) == HIDDEN; }
+
+// The last key that a row sees, -1 for none.
+int64_t last_seen(const char * mask_row, int64_t n_kv) {
+    int64_t last = n_kv - 1;
+    while (last >= 0 && hidden(mask_row, last)) {
+        last--;
+    }
+    return last;
+}
+
+// The first hidden key between two that a row sees, in its tail.
+int64_t hole_of(const char * mask_row, int64_t n_kv) {
+    if (!mask_row) {
+        return NO_HOLE;
+    }
+    const int64_t last = last_seen(mask_row, n_kv);
+    int64_t       j    = last < LS_ATT_TAIL ? 0 : last + 1 - LS_ATT_TAIL;
+    while (j <= last && hidden(mask_row, j)) {
+        j++;
+    }
+    while (j <= last && !hidden(mask_row, j)) {
+        j++;
+    }
+    return j > last ? NO_HOLE : j;
+}
+
+// The cells of a row's keys key0 ... key0 + B, numbered without the hidden ones from `hole` on; returns how many there are.
+int64_t numbered_cells(const char * mask_row, int64_t n_kv, int64_t hole, int64_t key0, int64_t * cell) {
+    int64_t n = 0;
+    for (int64_t key = key0; key < key0 + B && key < hole && key < n_kv; key++) {
+        cell[n++] = key;
+    }
+    const int64_t last = last_seen(mask_row, n_kv);
+    int64_t       key  = hole;
+    for (int64_t j = hole; j <= last && key < key0 + B; j++) {
+        if (!hidden(mask_row, j) && key++ >= key0) {
+            cell[n++] = j;
+        }
+    }
+    return n;
+}
 
 // Copies the tile's queries to panels, [DK][rows of the panel] each, and finds the slopes.
 void pack_queries(const tile & t) {
@@ -428,7 +478,6 @@ void pack_queries(const tile & t) {
 
 // The groups of 16 keys, from key0 on, that hold a key that some row of the tile sees: first, and one past the last.
 void visible_groups(const tile & t, int64_t key0, int64_t n, int64_t * first, int64_t * last) {
-    constexpr uint16_t HIDDEN = 0xfc00; // -infinity
     *first = 0;
     *last  = (n + LS_ATT_LANES - 1) / LS_ATT_LANES;
     if (!t.a->mask.data) {
@@ -437,7 +486,7 @@ void visible_groups(const tile & t, int64_t key0, int64_t n, int64_t * first, in
     int64_t      lo = *last, hi = 0;
     const char * before = nullptr;
     for (int64_t r = 0; r < t.rows && !(lo == 0 && hi == *last); r++) {
-        const char * row = t.mask_row(r);
+        const char * row = t.mask_row_of(r);
         if (row == before) {
             continue;
         }
@@ -500,7 +549,7 @@ template <int TO> void soft_max_rows(const tile & t, int64_t key0, int64_t n, in
     const char *  before = nullptr;
     bool          masked = false;
     for (int64_t r = 0; r < t.rows; r++) {
-        const char * row = t.mask_row(r);
+        const char * row = t.mask_row_of(r);
         if (r == 0 || row != before) {
             masked = load_mask(t, row, key0, n);
             before = row;
@@ -596,6 +645,85 @@ template <typename T> void add_values(const tile & t, int64_t j0, int64_t j1, co
     }
 }
 
+// A row's state before it has seen a key.
+void begin_rows(const tile & t) {
+    for (int64_t r = 0; r < t.rows; r++) {
+        t.m[r] = -__builtin_inff();
+        __builtin_memset(t.acc + r * t.acc_stride, 0, t.p->DVp * sizeof(float));
+    }
+    __builtin_memset(t.lanes, 0, t.rows * LS_ATT_LANES * sizeof(float));
+}
+
+// A block of n keys, of which the groups g0 to g1 are seen. The mask counts from key0; keys and values are the block's first.
+template <typename K, typename V> void block(const tile & t, int64_t key0, int64_t n, int64_t g0, int64_t g1, const char * keys, int64_t ks,
+                                             const char * vals, int64_t vs, ahead & next_k, ahead & next_v) {
+    const ls_att_plan & p = *t.p;
+    const panels        ps(t.rows);
+    pack_keys<K>(keys, ks, n, p.DK, t.kt, next_k);
+    for (int64_t g = g0; g < g1; g += GP) {
+        const int64_t groups = g1 - g < GP ? g1 - g : GP;
+        for (int64_t i = 0; i < ps.count; i++) {
+            const int64_t r0 = ps.start(i), rows = ps.start(i + 1) - r0;
+            QK[groups - 1][rows - 1](t.q + r0 * p.DK, t.kt + g * LS_ATT_LANES, p.DK, t.s + r0 * B + g * LS_ATT_LANES, next_k);
+        }
+    }
+    next_k.take(next_k.left);
+    if (g0 == 0 && g1 * LS_ATT_LANES == B) {
+        soft_max_rows<B / W>(t, key0, n, 0, B / W);
+    } else {
+        soft_max_rows<0>(t, key0, n, static_cast<int>(g0) * NV, static_cast<int>(g1) * NV);
+    }
+    add_values<V>(t, g0 * LS_ATT_LANES, g1 * LS_ATT_LANES < n ? g1 * LS_ATT_LANES : n, vals, vs, next_v);
+    next_v.take(next_v.left);
+}
+
+// The block at key0 for rows that number their keys each in its own way: one query after another. Sets `any` where a row sees a key.
+template <typename K, typename V> void numbered_block(const tile & t, int64_t key0, const char * keys, int64_t ks, const char * vals, int64_t vs,
+                                                      bool & any) {
+    const ls_att_plan & p  = *t.p;
+    const int64_t       kb = K::bytes(p.DK), vb = V::bytes(p.DV);
+    ls_attention_args   a  = *t.a;
+    a.mask.data            = t.mask_row;
+    a.mask.nb[1] = a.mask.nb[2] = a.mask.nb[3] = 0;
+    for (int64_t r = 0, end; r < t.rows; r = end) {
+        const char * const row = t.mask_row_of(r);
+        for (end = r + 1; end < t.rows && t.query(end) == t.query(r) && t.mask_row_of(end) == row; end++) {
+        }
+        int64_t       cell[B];
+        const int64_t n = numbered_cells(row, p.n_kv, hole_of(row, p.n_kv), key0, cell);
+        if (n == 0) {
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++) {
+            __builtin_memcpy(t.k_rows + i * kb, keys + cell[i] * ks, kb);
+            __builtin_memcpy(t.v_rows + i * vb, vals + cell[i] * vs, vb);
+            t.mask_row[i] = u16_at(row + 2 * cell[i]);
+        }
+        tile one = t;
+        one.a    = &a;
+        one.row0 += r;
+        one.rows = end - r;
+        one.q    = t.q_one;
+        one.lanes += r * LS_ATT_LANES;
+        one.m += r;
+        one.rescale += r;
+        one.slope += r;
+        one.acc += r * t.acc_stride;
+        int64_t g0, g1;
+        visible_groups(one, 0, n, &g0, &g1);
+        if (g0 >= g1) {
+            continue;
+        }
+        if (!any) {
+            any = true;
+            begin_rows(t);
+        }
+        pack_queries(one);
+        ahead nothing_k, nothing_v;
+        block<K, V>(one, 0, n, g0, g1, t.k_rows, kb, t.v_rows, vb, nothing_k, nothing_v);
+    }
+}
+
 // One super-chunk for all rows of the tile: acc, m and lanes from nothing. False when no row sees any of its keys (then acc is not set).
 template <typename K, typename V> bool super_chunk(const tile & t, int64_t super) {
     const ls_att_plan & p    = *t.p;
@@ -604,45 +732,29 @@ template <typename K, typename V> bool super_chunk(const tile & t, int64_t super
     const char *        vals = static_cast<const char *>(t.a->v.data) + h0 / p.rv2 * t.a->v.nb[2] + t.seq / p.rv3 * t.a->v.nb[3];
     const int64_t       ks = static_cast<int64_t>(t.a->k.nb[1]), vs = static_cast<int64_t>(t.a->v.nb[1]);
     const int64_t       end = (super + 1) * LS_ATT_SUPER < p.n_kv ? (super + 1) * LS_ATT_SUPER : p.n_kv;
-    const panels        ps(t.rows);
     bool                any = false;
 
     for (int64_t key0 = super * LS_ATT_SUPER; key0 < end; key0 += B) {
         const int64_t n = end - key0 < B ? end - key0 : B;
-        int64_t       g0, g1;
+        if (key0 + B > t.hole) {
+            numbered_block<K, V>(t, key0, keys, ks, vals, vs, any);
+            continue;
+        }
+        int64_t g0, g1;
         visible_groups(t, key0, n, &g0, &g1);
         if (g0 >= g1) {
             continue;
         }
         if (!any) {
             any = true;
-            for (int64_t r = 0; r < t.rows; r++) {
-                t.m[r] = -__builtin_inff();
-                __builtin_memset(t.acc + r * t.acc_stride, 0, p.DVp * sizeof(float));
-            }
-            __builtin_memset(t.lanes, 0, t.rows * LS_ATT_LANES * sizeof(float));
+            begin_rows(t);
         }
         ahead next_k, next_v;
         if (key0 + 2 * B <= p.n_kv) {
             next_k = { t.lines, reinterpret_cast<uintptr_t>(keys + (key0 + B) * ks), t.n_lines_k };
             next_v = { t.lines + t.n_lines_k, reinterpret_cast<uintptr_t>(vals + (key0 + B) * vs), t.n_lines_v };
         }
-        pack_keys<K>(keys + key0 * ks, ks, n, p.DK, t.kt, next_k);
-        for (int64_t g = g0; g < g1; g += GP) {
-            const int64_t groups = g1 - g < GP ? g1 - g : GP;
-            for (int64_t i = 0; i < ps.count; i++) {
-                const int64_t r0 = ps.start(i), rows = ps.start(i + 1) - r0;
-                QK[groups - 1][rows - 1](t.q + r0 * p.DK, t.kt + g * LS_ATT_LANES, p.DK, t.s + r0 * B + g * LS_ATT_LANES, next_k);
-            }
-        }
-        next_k.take(next_k.left);
-        if (g0 == 0 && g1 * LS_ATT_LANES == B) {
-            soft_max_rows<B / W>(t, key0, n, 0, B / W);
-        } else {
-            soft_max_rows<0>(t, key0, n, static_cast<int>(g0) * NV, static_cast<int>(g1) * NV);
-        }
-        add_values<V>(t, g0 * LS_ATT_LANES, g1 * LS_ATT_LANES < n ? g1 * LS_ATT_LANES : n, vals + key0 * vs, vs, next_v);
-        next_v.take(next_v.left);
+        block<K, V>(t, key0, n, g0, g1, keys + key0 * ks, ks, vals + key0 * vs, vs, next_k, next_v);
     }
     return any;
 }
@@ -733,6 +845,10 @@ void run(const ls_attention_args * a, int ith, int nth, void * scratch, ls_att_b
     t.m       = state + p.tile * 16;
     t.rescale = state + p.tile * 17;
     t.slope   = state + p.tile * 18;
+    t.q_one    = mine + p.o_q_one;
+    t.k_rows   = reinterpret_cast<char *>(mine + p.o_k_rows);
+    t.v_rows   = reinterpret_cast<char *>(mine + p.o_v_rows);
+    t.mask_row = reinterpret_cast<uint16_t *>(mine + p.o_mask_row);
     int32_t * const lines = reinterpret_cast<int32_t *>(mine + p.o_lines);
     t.lines               = lines;
     t.n_lines_k           = block_lines(a->k, a->k_type, lines);
@@ -765,6 +881,13 @@ void run(const ls_attention_args * a, int ith, int nth, void * scratch, ls_att_b
         if (packed != head * p.n_tile + tile) {
             packed = head * p.n_tile + tile;
             pack_queries(t);
+            t.hole = NO_HOLE;
+            for (int64_t r = 0; r < t.rows; r++) {
+                if (r == 0 || t.mask_row_of(r) != t.mask_row_of(r - 1)) {
+                    const int64_t hole = hole_of(t.mask_row_of(r), p.n_kv);
+                    t.hole             = hole < t.hole ? hole : t.hole;
+                }
+            }
         }
         if (p.split) {
             const int64_t s     = cut % n_cut;

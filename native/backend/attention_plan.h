@@ -11,6 +11,7 @@ extern "C" {
 
 #define LS_ATT_BLOCK 64  // keys whose logits are computed, then weighted, together; blocks start at multiples of this
 #define LS_ATT_SUPER 256 // keys after which a partial result is closed and merged; a multiple of LS_ATT_BLOCK
+#define LS_ATT_TAIL  64  // cells, up to the last that a row sees, in which hidden ones don't count: see attention.h
 #define LS_ATT_LANES 16  // partial sums of a row's weights; also the granularity at which masked keys are skipped
 
 // A loop whose arrays are to live in registers.
@@ -32,7 +33,7 @@ typedef struct ls_att_plan {
     bool    split;        // each super-chunk is a unit of work of its own; partial results go through memory
     int64_t n_unit;
     // Scratch, in floats from a 64-byte boundary: counter, then per thread the buffers below, then the partial results.
-    int64_t o_kt, o_v, o_q, o_s, o_acc, o_total, o_state, o_lines, per_thread; // offsets in a thread's part
+    int64_t o_kt, o_v, o_q, o_q_one, o_k_rows, o_v_rows, o_mask_row, o_s, o_acc, o_total, o_state, o_lines, per_thread; // offsets in a thread's part
     int64_t o_threads, o_partials, total;                            // offsets in the whole
     int64_t partial;                                                 // floats of one row's partial: acc[DVp], m, l, padding
 } ls_att_plan;

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "attention_plan.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -335,6 +336,50 @@ void check_padding(shape s, const std::vector<int> & longer, bool poison) {
     n_cases++;
 }
 
+// The rows of a tree of queries behind n_prefix keys, all in one call, and each one's way as a chain of its own.
+void check_tree(shape s, const std::vector<int> & parents) {
+    const int nodes = static_cast<int>(parents.size()), prefix = s.n_kv - nodes;
+    s.n_q = nodes;
+    problem p(s);
+    auto way = [&](int i) {
+        std::vector<int> w;
+        for (; i >= 0; i = parents[i]) w.insert(w.begin(), i);
+        return w;
+    };
+    for (int i = 0; i < nodes; i++) {
+        const std::vector<int> w = way(i);
+        for (int64_t j = prefix; j < p.a.mask.ne[0]; j++) {
+            const bool     sees = std::find(w.begin(), w.end(), static_cast<int>(j) - prefix) != w.end();
+            const uint16_t h    = sees ? 0 : 0xfc00;
+            std::memcpy(p.row(p.a.mask, p.mask, i, 0, 0) + 2 * j, &h, 2);
+        }
+        for (int64_t j = 0; j < prefix; j++) std::memset(p.row(p.a.mask, p.mask, i, 0, 0) + 2 * j, 0, 2);
+    }
+    for (const auto * kernel : kernels()) {
+        const std::vector<float> whole = run(kernel, p, 2);
+        for (int i = 0; i < nodes; i++) {
+            // The same keys without the others between them: what a chain's cache holds.
+            const std::vector<int> w = way(i);
+            problem                chain(p);
+            for (size_t n = 0; n < w.size(); n++)
+                for (int64_t h = 0; h < p.a.k.ne[2]; h++) {
+                    const size_t kb = row_bytes(s.k_type, p.a.k.ne[0]), vb = row_bytes(s.v_type, p.a.v.ne[0]);
+                    const int64_t to = prefix + static_cast<int64_t>(n), from = prefix + w[n];
+                    std::memcpy(chain.row(chain.a.k, chain.k, to, h, 0), p.row(p.a.k, p.k, from, h, 0), kb);
+                    std::memcpy(chain.row(chain.a.v, chain.v, to, h, 0), p.row(p.a.v, p.v, from, h, 0), vb);
+                }
+            for (int64_t j = prefix; j < p.a.mask.ne[0]; j++) {
+                const uint16_t h = j < prefix + static_cast<int64_t>(w.size()) ? 0 : 0xfc00;
+                std::memcpy(chain.row(chain.a.mask, chain.mask, i, 0, 0) + 2 * j, &h, 2);
+            }
+            const std::vector<float> alone = run(kernel, chain, 1);
+            const size_t             n     = p.a.q.ne[2] * p.a.v.ne[0]; // dst is [DV, n_head, n_q]
+            if (!same(&whole[i * n], &alone[i * n], n)) fail("a tree's row is not the chain's", kernel->name, s);
+        }
+    }
+    n_cases++;
+}
+
 // Values that aren't finite reach the rows that see them, and only those.
 void check_not_finite() {
     shape s{ 64, 64, 6, 2, 2, 40, 300 };
@@ -515,6 +560,18 @@ int main(int argc, char ** argv) {
             check_padding(s, quick ? std::vector<int>{ 24 } : std::vector<int>{ 1, 24, 256 }, true);
         }
     report("same bits whatever hides behind the mask");
+
+    for (int n_kv : { 8, 60, 70, 130, 258, 300 }) {
+        for (int type : { LS_ATT_F16, LS_ATT_Q8_0 }) {
+            shape s{ 64, 96, 6, 2, 2, 8, n_kv };
+            s.k_type = s.v_type = type;
+            check_tree(s, { -1, 0, 1, 0, 3, 3, 1, 6 });
+        }
+    }
+    check_tree(shape{ 64, 64, 3, 1, 1, 1, 290 }, std::vector<int>{ -1, 0, 1, 2, 3, 4, 0, 6, 7, 6, 0, 10, 11, 11, 10, 2, 15, 3, 17, 17, 4, 0, 21, 22,
+                                                                  23, 24, 25, 0, 27, 28, 29, 30, 1, 32, 33, 34, 6, 36, 37, 38, 39, 10, 41, 42, 43,
+                                                                  44, 45, 46, 47 });
+    report("a tree's rows are those of chains");
 
     check_not_finite();
     check_empty_rows();

@@ -139,6 +139,35 @@ PyObject *py_step(PyObject *, PyObject *args) {
     });
 }
 
+// branch(net, slot, base, nodes, parents, tokens i32[m], g f32[m, n_embd], states f32[m, n_embd], logits f32[m, n_draft_vocab])
+PyObject *py_branch(PyObject *, PyObject *args) {
+    PyObject *capsule;
+    int slot;
+    long long base;
+    Numbers<int32_t> nodes, parents, tokens;
+    Numbers<float> g, states, logits;
+    if (!PyArg_ParseTuple(args, "OiLy*y*y*y*w*w*", &capsule, &slot, &base, &nodes.view, &parents.view, &tokens.view, &g.view,
+                          &states.view, &logits.view))
+        return nullptr;
+    Eagle3 *const net = net_of<Eagle3>(capsule);
+    if (net == nullptr) return nullptr;
+    const int64_t m = nodes.size(), e = net->shape().n_embd;
+    if (slot < 0 || slot >= net->n_slots() || base < 0 || base > (1 << 24)) return refuse("slot or position out of range");
+    if (parents.size() != m || tokens.size() != m || g.size() != m * e) return refuse("the pairs differ in number");
+    if (states.size() != m * e || logits.size() != m * net->shape().n_draft_vocab)
+        return refuse("the output arrays have the wrong size");
+    for (int64_t i = 0; i < m; i++) {
+        const int32_t node = nodes.data()[i], parent = parents.data()[i];
+        if (node < 0 || node >= Eagle3::kMostNodes || (i > 0 && node <= nodes.data()[i - 1])) return refuse("a node is out of range");
+        if (parent < -1 || parent >= nodes.data()[0]) return refuse("a node's parent was not given before");
+    }
+    if (const char *why = bad_tokens(net->shape().n_tokens, tokens.data(), m)) return refuse(why);
+    return run([&] {
+        net->branch(slot, base, static_cast<int>(m), nodes.data(), parents.data(), tokens.data(), g.data(), states.data(),
+                    logits.data());
+    });
+}
+
 // greedy(net, slots, positions, tokens i32[m], g, ks i32[m], p_min, ids i32[n_draft_vocab], out i32[m, k], probs f32[m, k],
 // counts i32[m])
 PyObject *py_greedy(PyObject *, PyObject *args) {
@@ -174,6 +203,7 @@ PyMethodDef eagle3_methods[] = {
     {"fuse", py_fuse, METH_VARARGS, "States of taps."},
     {"extend", py_extend, METH_VARARGS, "Keys and values of pairs."},
     {"step", py_step, METH_VARARGS, "Logits and states of one pair per slot."},
+    {"branch", py_branch, METH_VARARGS, "Logits and states of places of a tree in one slot."},
     {"greedy", py_greedy, METH_VARARGS, "Likeliest tokens, one after another."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -133,10 +133,35 @@ void Eagle3::extend(int slot, int64_t first, const int32_t *tokens, const float 
     });
 }
 
+struct Eagle3::Places {
+    const int32_t *nodes;
+};
+
+// One column's attention over the keys of one head, its own among them: qkv_ to mixed_.
+void Eagle3::attend(Scratch &mine, int c, int64_t h, int slot, int64_t position) {
+    const int64_t size = shape_.head_size, q_rows = shape_.n_head * size, kv = shape_.n_head_kv * size;
+    const int64_t stride = q_rows + 2 * kv, per_group = shape_.n_head / shape_.n_head_kv, last = position + 1;
+    const int64_t first = shape_.window > 0 ? std::max<int64_t>(0, last - shape_.window) : 0;
+    KeyValues &cache = slots_[size_t(slot)];
+    float *const q = &qkv_[size_t(c * stride + h * per_group * size)];
+    float *const key = &qkv_[size_t(c * stride + q_rows + h * size)];
+    rope_.angles(position, mine.cosines.data(), mine.sines.data());
+    for (int64_t i = 0; i < per_group; i++) rotate(q + i * size, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
+    rotate(key, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
+    cache.put(h, position, key, key + kv);
+    const int64_t row = (last - first + 2 * kKeyBlock + 15) / 16 * 16;
+    if (mine.weights.size() < size_t(per_group * row)) mine.weights.resize(size_t(per_group * row));
+    const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+    scores(q, per_group, size, cache.keys(h), first, last, scale, mine.weights.data(), row);
+    for (int64_t i = 0; i < per_group; i++) softmax(&mine.weights[size_t(i * row)], last - first);
+    weigh(mine.weights.data(), row, per_group, cache.values(h, first), last - first, size,
+          &mixed_[size_t(c * q_rows + h * per_group * size)]);
+}
+
 // The layer for one pair of each of m slots, by every thread of the team; leaves states[c], the layer's output, complete
 // for all threads.
 void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens,
-                   const float *const *g, float *const *states) {
+                   const float *const *g, float *const *states, const Places *places) {
     Scratch &mine = *scratch_[size_t(ith)];
     const int nth = team_.size();
     const int64_t e = shape_.n_embd, size = shape_.head_size, q_rows = shape_.n_head * size, kv = shape_.n_head_kv * size;
@@ -167,25 +192,27 @@ void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *position
     }
     team_.meet();
 
-    const int64_t per_group = shape_.n_head / shape_.n_head_kv;
-    for (int64_t item = ith; item < m * shape_.n_head_kv; item += nth) {
-        const int c = static_cast<int>(item / shape_.n_head_kv);
-        const int64_t h = item % shape_.n_head_kv, position = positions[c], last = position + 1;
-        const int64_t first = shape_.window > 0 ? std::max<int64_t>(0, last - shape_.window) : 0;
-        KeyValues &cache = slots_[size_t(slots[c])];
-        float *const q = &qkv_[size_t(c * stride + h * per_group * size)];
-        float *const key = &qkv_[size_t(c * stride + q_rows + h * size)];
-        rope_.angles(position, mine.cosines.data(), mine.sines.data());
-        for (int64_t i = 0; i < per_group; i++) rotate(q + i * size, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
-        rotate(key, mine.cosines.data(), mine.sines.data(), shape_.n_rot);
-        cache.put(h, position, key, key + kv);
-        const int64_t row = (last - first + 2 * kKeyBlock + 15) / 16 * 16;
-        if (mine.weights.size() < size_t(per_group * row)) mine.weights.resize(size_t(per_group * row));
-        const float scale = 1.0f / std::sqrt(static_cast<float>(size));
-        scores(q, per_group, size, cache.keys(h), first, last, scale, mine.weights.data(), row);
-        for (int64_t i = 0; i < per_group; i++) softmax(&mine.weights[size_t(i * row)], last - first);
-        weigh(mine.weights.data(), row, per_group, cache.values(h, first), last - first, size,
-              &mixed_[size_t(c * q_rows + h * per_group * size)]);
+    if (places == nullptr) {
+        for (int64_t item = ith; item < m * shape_.n_head_kv; item += nth) {
+            const int c = static_cast<int>(item / shape_.n_head_kv);
+            attend(mine, c, item % shape_.n_head_kv, slots[c], positions[c]);
+        }
+    } else {
+        // Branches use the same positions of one slot: a head belongs to one thread, which lays each column's way there first.
+        for (int64_t h = ith; h < shape_.n_head_kv; h += nth) {
+            for (int c = 0; c < m; c++) {
+                int64_t at = positions[c];
+                for (int node = node_parents_[size_t(places->nodes[c])]; node >= 0; node = node_parents_[size_t(node)]) {
+                    const float *const key = &node_keys_[size_t(node * 2 * kv + h * size)];
+                    slots_[size_t(slots[c])].put(h, --at, key, key + kv);
+                }
+                attend(mine, c, h, slots[c], positions[c]);
+                const float *const key = &qkv_[size_t(c * stride + q_rows + h * size)];  // rotated by now
+                float *const to = &node_keys_[size_t(places->nodes[c] * 2 * kv + h * size)];
+                std::memcpy(to, key, size_t(size) * 4);
+                std::memcpy(to + kv, key + kv, size_t(size) * 4);
+            }
+        }
     }
     team_.meet();
 
@@ -249,6 +276,37 @@ void Eagle3::step(int m, const int32_t *slots, const int32_t *positions, const i
                 to[c] = logits + (at + c) * shape_.n_draft_vocab;
             }
             layer(ith, nc, slots + at, positions + at, tokens + at, in, out);
+            head_.multiply(*kernels_, scratch_[size_t(ith)]->columns, share(head_.groups(), ith, team_.size()),
+                           share(head_.groups(), ith + 1, team_.size()), to);
+        });
+    }
+}
+
+void Eagle3::branch(int slot, int64_t base, int m, const int32_t *nodes, const int32_t *parents, const int32_t *tokens,
+                    const float *g, float *states, float *logits) {
+    const int64_t kv = shape_.n_head_kv * shape_.head_size;
+    node_keys_.resize(size_t(kMostNodes * 2 * kv));
+    node_parents_.resize(kMostNodes, -1);
+    std::vector<int32_t> slots(size_t(m), slot), positions(size_t(m), 0);
+    for (int i = 0; i < m; i++) {
+        node_parents_[size_t(nodes[i])] = parents[i];
+        int64_t depth = 1;
+        for (int node = parents[i]; node >= 0; node = node_parents_[size_t(node)]) depth++;
+        positions[size_t(i)] = static_cast<int32_t>(base + depth);
+        slots_[size_t(slot)].make_room(base + depth + 1, shape_.n_head_kv, shape_.head_size);
+    }
+    for (int at = 0; at < m; at += kMost) {
+        const int nc = std::min(kMost, m - at);
+        const Places places{nodes + at};
+        team_.run([&](int ith) {
+            const float *in[kMost];
+            float *out[kMost], *to[kMost];
+            for (int c = 0; c < nc; c++) {
+                in[c] = g + (at + c) * shape_.n_embd;
+                out[c] = states + (at + c) * shape_.n_embd;
+                to[c] = logits + (at + c) * shape_.n_draft_vocab;
+            }
+            layer(ith, nc, slots.data() + at, positions.data() + at, tokens + at, in, out, &places);
             head_.multiply(*kernels_, scratch_[size_t(ith)]->columns, share(head_.groups(), ith, team_.size()),
                            share(head_.groups(), ith + 1, team_.size()), to);
         });

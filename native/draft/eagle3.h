@@ -54,6 +54,14 @@ class Eagle3 {
     void step(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, float *states,
               float *logits);
 
+    // As `step` for m places of a tree in one slot, whose root is the pair at position `base`, given to `step` before. Node
+    // numbers are the caller's, below kMostNodes; a parent, -1 for the root, has a lower one and was given in an earlier call.
+    // Leaves the slot's pairs up to `base` as they were; what lay behind them is lost.
+    void branch(int slot, int64_t base, int m, const int32_t *nodes, const int32_t *parents, const int32_t *tokens,
+                const float *g, float *states, float *logits);
+
+    static constexpr int kMostNodes = 256;
+
     // The same as a chain: the likeliest token, then the pair of it, up to ks[i] times, ending where its probability falls
     // below p_min. Tokens (as draft ids translated by ids) and probabilities are [m][k_most], counts[m].
     void greedy(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, const int32_t *ks,
@@ -62,8 +70,11 @@ class Eagle3 {
    private:
     struct Scratch;  // of one thread
 
+    struct Places;   // of a tree, that some columns stand for
+
     void layer(int ith, int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *const *g,
-               float *const *states);
+               float *const *states, const Places *places = nullptr);
+    void attend(Scratch &mine, int c, int64_t head, int slot, int64_t position);
 
     Shape shape_;
     const Kernels *kernels_;
@@ -78,6 +89,8 @@ class Eagle3 {
     std::vector<float> qkv_, mixed_, projected_, hidden_, lowered_, state_, logits_;
     std::vector<float> tops_;         // per thread and column: the largest logit
     std::vector<int64_t> top_ids_;    // and where it is
+    std::vector<float> node_keys_;    // [node][2][kv]: key and value of each node of a tree
+    std::vector<int32_t> node_parents_;
 };
 
 }  // namespace ls::draft
