@@ -242,7 +242,8 @@ class Engine:
         began = time.perf_counter()
         steps: list[Step] = []
         active: list[_Running] = []
-        for run in self._running.values():
+        # By slot: llama.cpp puts into one pass only sequences whose numbers follow one another (split_equal).
+        for _, run in sorted(self._running.items()):
             if run.n_left <= 0:
                 steps.append(Step(run.seq.slot, self._rest(run), "length"))
             elif len(run.seq.tokens) > self.session.n_ctx:
