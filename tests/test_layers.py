@@ -25,7 +25,10 @@ LAYERS = [
     ["drafters", "data"],
     ["engine"],
     ["report", "share"],
-    ["bench", "curve", "peer", "chat", "serve", "chat_screen", "train", "convert"],
+    [
+        "bench", "curve", "peer", "sweep_state", "sweep", "sweep_result", "charts", "sweep_page", "chat", "serve",
+        "chat_screen", "train", "convert",
+    ],
     ["cli"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
