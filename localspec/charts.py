@@ -13,7 +13,7 @@ N_COLOURS = 8
 _LIGHT = ("#5f6b7a", "#2563b0", "#c2570c", "#15803d", "#7c3aed", "#be185d", "#0e7490", "#854d0e")
 _DARK = ("#a3adba", "#74a9f2", "#f59e52", "#5cc985", "#b79bfb", "#f27bb0", "#4fc3d9", "#d6a94a")
 _WIDTH, _HEIGHT = 620, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 12, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 12, 46
 
 
 def _palette(colours: Sequence[str]) -> str:
@@ -25,7 +25,8 @@ STYLE = (
     f"@media(prefers-color-scheme:dark){{:root{{{_palette(_DARK)}--axis:#94a3b8;--grid:#2b3648}}}}"
     "svg{width:100%;height:auto;display:block;font:12px system-ui,sans-serif}"
     "svg text{fill:var(--axis)}svg .grid{stroke:var(--grid)}svg .axis{stroke:var(--axis)}"
-    "svg .mark{stroke:var(--axis);stroke-dasharray:5 4}svg polyline{fill:none;stroke-width:2}"
+    "svg .mark{stroke:var(--axis);stroke-dasharray:5 4}svg .said{paint-order:stroke;stroke:var(--back);stroke-width:4px}"
+    "svg polyline{fill:none;stroke-width:2}"
     + "".join(
         f"svg .l{i}{{stroke:var(--s{i})}}svg .f{i}{{fill:var(--s{i})}}.k{i}{{background:var(--s{i})}}"
         for i in range(N_COLOURS)
@@ -131,7 +132,7 @@ class _Frame:
     def mark(self, value: float, text: str) -> str:
         at = self.y(value)
         line = f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        return f'{line}<text x="{_WIDTH - _RIGHT - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(text)}</text>'
+        return f'{line}<text class="said" x="{_WIDTH - _RIGHT - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(text)}</text>'
 
     def svg(self, parts: Sequence[str], what: str) -> str:
         head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(what)}">'

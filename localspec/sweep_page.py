@@ -55,7 +55,8 @@ def _intro(result: Json) -> str:
     s = result["settings"]
     drafted = [c for c in result["cells"] if c.get("speedup") and c["kind"] != PLAIN]
     best = max(drafted, key=lambda c: c["speedup"], default=None)
-    text = f"Drafter {escape(s['spec_type'])}, {escape(s['kernels'])} kernels, {s['threads']} threads, {result['when']}."
+    threads = "1 thread" if s["threads"] == 1 else f"{s['threads']} threads"
+    text = f"Drafter {escape(s['spec_type'])}, {escape(s['kernels'])} kernels, {threads}, {escape(result['when'])}."
     if best is not None:
         where = f"{best['concurrency']} at once, temperature {best['temperature']:g}"
         text += f" Best: {best['speedup']:.2f} times plain decoding, {escape(best['side'])}, {where}."
@@ -75,8 +76,8 @@ def _verdict(result: Json) -> str:
         )
     elif result["identical"]:
         parts.append(
-            '<p class="verdict"><b class="good">Identical text.</b> Every drafted text was compared with the plain one of the '
-            "same request, token by token: all are equal.</p>"
+            '<p class="verdict"><b class="good">Identical text.</b> Every drafted text was compared with the plain one of '
+            "the same request, token by token: all are equal.</p>"
         )
     batch = sum(c.get("n_other_text_than_fewer_at_once", 0) for c in result["cells"])
     if batch:

@@ -118,7 +118,7 @@ def same_text(cell: Json) -> tuple[str, bool | None]:
         return (f"{n} OTHER than with fewer at once", False) if n else ("-", None)
     if cell["kind"] == SERVER:
         n = cell["n_other_text_than_ours"]
-        return "-" if n is None else ("as ours" if n == 0 else f"{n} other than ours"), None
+        return "-" if n is None else ("as ours" if n == 0 else f"{n} other"), None
     if cell["identical"] is None:
         return "-", None
     return ("yes", True) if cell["identical"] else (f"NO ({len(cell['differences'])})", False)
