@@ -25,6 +25,7 @@ STYLE = (
     f"@media(prefers-color-scheme:dark){{:root{{{_palette(_DARK)}--axis:#94a3b8;--grid:#2b3648}}}}"
     "svg{width:100%;height:auto;display:block;font:12px system-ui,sans-serif}"
     "svg text{fill:var(--axis)}svg .grid{stroke:var(--grid)}svg .axis{stroke:var(--axis)}"
+    ".dash{mask:repeating-linear-gradient(90deg,#000 0 4px,transparent 4px 6px)}"
     "svg .mark{stroke:var(--axis);stroke-dasharray:5 4}svg .said{paint-order:stroke;stroke:var(--back);stroke-width:4px}"
     "svg polyline{fill:none;stroke-width:2}"
     + "".join(
@@ -73,7 +74,7 @@ def bars(
     groups: Sequence[str], series: Sequence[Series], y: str, marks: Sequence[tuple[float, str]] = ()
 ) -> str:  # fmt: skip
     """Groups of bars, one of each series."""
-    frame = _Frame(series, marks, -0.5, max(1, len(groups)) - 0.5)
+    frame = _Frame(series, marks, -0.5, max(1, len(groups)) - 0.5 + (0.1 * len(groups) if marks else 0.0))
     parts = [frame.axes("", y), *(frame.place(i, name) for i, name in enumerate(groups))]
     width = 0.8 / max(1, len(series))
     for row, one in enumerate(series):
@@ -91,7 +92,10 @@ def bars(
 
 def legend(series: Sequence[Series]) -> str:
     """HTML that names the colours."""
-    items = (f'<li><i class="k{one.colour % N_COLOURS}"></i>{escape(one.name)}</li>' for one in series)
+    items = (
+        f'<li><i class="k{one.colour % N_COLOURS}{" dash" if one.dashed else ""}"></i>{escape(one.name)}</li>'
+        for one in series
+    )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 

@@ -165,7 +165,7 @@ def _by_concurrency(result: Json, temperature: float) -> str:
 def _table(result: Json) -> str:
     peer = any(c["kind"] == SERVER for c in result["cells"])
     head = ["side", "at once", "temp.", "requests", "tokens", "tok/s", "tok/s, clock", "speed-up", "kept", "per verify"]
-    head += ["over llama-server", "over it drafting as many"] if peer else []
+    head += ["over server", "over it drafting"] if peer else []
     rows, before = [], None
     for c in result["cells"]:
         place = (c["concurrency"], c["temperature"])
@@ -177,7 +177,10 @@ def _table(result: Json) -> str:
         row += [_times(c.get("over_server")), _times(c.get("over_server_drafting"))] if peer else []
         rows.append(([*row, _same(c)], place != before))
         before = place
-    note = "<p>tok/s: time of decoding alone. By the clock: whole waves of requests, their prompts included.</p>"
+    note = "<p>tok/s: time of decoding alone. By the clock: whole waves of requests, their prompts included."
+    if peer:
+        note += " Over server: by the clock, against llama-server without a draft, and with as many drafted tokens."
+    note += "</p>"
     return _rows([*head, "same text"], rows) + note
 
 

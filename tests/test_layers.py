@@ -19,6 +19,7 @@ LAYERS = [
     [
         "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
         "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
+        "passes",
     ],
     ["draft_net", "target", "mtp_context"],
     ["dflash_net", "eagle3_net"],

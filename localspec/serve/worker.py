@@ -1,8 +1,8 @@
 """The thread that owns the engine: takes up jobs from a bounded queue and gives their text back as it comes. No HTTP here.
 
 Continuous batching: every step is one decode over all texts in work; between two steps a bounded number of prompts' tokens
-is computed, so that a long prompt does not hold up the others. llama.cpp and the engine are touched by this thread alone; the
-others only submit, cancel and close.
+is computed, so that a long prompt does not hold up the others. llama.cpp and the engine are touched by this thread alone;
+the others only submit, cancel and close.
 """
 
 from __future__ import annotations
