@@ -79,6 +79,11 @@ def unit_name(n_at_once: int, temperature: float, wave: int, side: str) -> str:
     return f"{n_at_once}/{temperature:g}/{wave}/{side}"
 
 
+def compared_name(n_at_once: int, temperature: float, wave: int, side: str) -> str:
+    """The key of what comparing a unit's texts found."""
+    return unit_name(n_at_once, temperature, wave, side) + "/compared"
+
+
 class Sweep:
     """Measures what `state` does not hold yet. `settings` are bench's: llama-server's flags are made of them."""
 
@@ -131,9 +136,10 @@ class Sweep:
                         unit = _theirs(servers[side.name], requests)
                     self._state.add(name, unit)
                 progress(f"{n_at_once} at once, temperature {temperature:g}, {side.name}")
-            name = unit_name(n_at_once, temperature, wave, "compared")
-            if name not in self._state.units:
-                self._state.add(name, self._compared(n_at_once, temperature, wave, requests))
+            for side in sides:
+                name = compared_name(n_at_once, temperature, wave, side.name)
+                if name not in self._state.units:
+                    self._state.add(name, self._compared(side, n_at_once, temperature, wave, requests))
 
     def _requests(self, n_at_once: int, temperature: float, wave: int) -> list[Request]:
         """The number of a request is its key: its text is the same with any number of texts at once."""
@@ -165,22 +171,20 @@ class Sweep:
             server.complete([1, 1], Sampling(temperature=0), 4)  # nothing is timed cold
 
     def _compared(
-        self, n_at_once: int, temperature: float, wave: int, requests: Sequence[Request]
-    ) -> dict[str, Any]:  # fmt: skip
-        """Where texts of one wave part from plain ones: side -> [[key, token, margin], ...], ours alone where the accept
-        rule promises the same text; `llama-server` sides: keys of greedy texts that are not ours, for information."""
-        units = {side: self._state.units[unit_name(n_at_once, temperature, wave, side.name)] for side in self._grid.sides}
-        plain = [done["tokens"] for done in next(u for side, u in units.items() if side.kind == PLAIN)["requests"]]
-        found: dict[str, list[Any]] = {}
-        for side, unit in units.items():
-            for request, ours, done in zip(requests, plain, unit["requests"]):
-                text = done["tokens"]
-                if side.ours and (temperature == 0 or self._rule == "match"):
-                    difference = compare(self._session, request.prompt, ours, text, request.key)
-                    if difference is not None:
-                        found.setdefault(side.name, []).append([request.key, difference.token, difference.margin])
-                elif not side.ours and temperature == 0 and text not in (ours, ours[:-1]):
-                    found.setdefault(side.name, []).append([request.key])
+        self, side: Side, n_at_once: int, temperature: float, wave: int, requests: Sequence[Request]
+    ) -> list[list[Any]]:  # fmt: skip
+        """Where a side's texts of one wave part from plain ones: [key, token, margin], for our sides where the accept rule
+        promises the same text; of llama-server [key] of greedy texts that are not ours, for information."""
+        unit, plain = (self._state.units[unit_name(n_at_once, temperature, wave, name)] for name in (side.name, PLAIN))
+        found: list[list[Any]] = []
+        for request, ours, done in zip(requests, plain["requests"], unit["requests"]):
+            text, expected = done["tokens"], ours["tokens"]
+            if side.ours and (temperature == 0 or self._rule == "match"):
+                difference = compare(self._session, request.prompt, expected, text, request.key)
+                if difference is not None:
+                    found.append([request.key, difference.token, difference.margin])
+            elif not side.ours and temperature == 0 and text not in (expected, expected[:-1]):
+                found.append([request.key])
         return found
 
     # -- before --------------------------------------------------------------------------------------------------------

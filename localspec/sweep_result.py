@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localspec.report import rate
-from localspec.sweep import PLAIN, SERVER, Grid, Side, unit_name
+from localspec.sweep import PLAIN, SERVER, Grid, Side, compared_name, unit_name
 
 Json = dict[str, Any]
 
@@ -22,15 +22,20 @@ def cells(grid: Grid, units: Mapping[str, Any], sources: Sequence[str]) -> list[
     found: list[Json] = []
     for n_at_once in grid.concurrency:
         for temperature in grid.temperatures:
-            waves = [w for w in range(grid.n_waves(n_at_once, len(sources)))
-                     if unit_name(n_at_once, temperature, w, "compared") in units]  # fmt: skip
+            waves = [
+                w for w in range(grid.n_waves(n_at_once, len(sources)))
+                if all(compared_name(n_at_once, temperature, w, side.name) in units for side in grid.sides)
+            ]  # fmt: skip
             if not waves:
                 continue
             here = {}
             for side in grid.sides:
                 measured = [units[unit_name(n_at_once, temperature, w, side.name)] for w in waves]
                 here[side] = _cell(side, n_at_once, temperature, measured, sources)
-            apart = [units[unit_name(n_at_once, temperature, w, "compared")] for w in waves]
+            apart = {
+                side: [d for w in waves for d in units[compared_name(n_at_once, temperature, w, side.name)]]
+                for side in grid.sides
+            }
             _relate(here, apart)
             found += here.values()
     _across(found, grid, units, len(sources))
@@ -65,12 +70,12 @@ def _cell(side: Side, n_at_once: int, temperature: float, waves: Sequence[Json],
     return cell
 
 
-def _relate(here: Mapping[Side, Json], apart: Sequence[Json]) -> None:
+def _relate(here: Mapping[Side, Json], apart: Mapping[Side, list[list[Any]]]) -> None:
     """Ratios between the cells of one place, and whose texts part."""
     by_name = {side.name: cell for side, cell in here.items()}
     plain, server = by_name[PLAIN], by_name.get(SERVER)
     for side, cell in here.items():
-        different = [d for wave in apart for d in wave.get(side.name, [])]
+        different = apart[side]
         if not side.ours:
             cell["n_other_text_than_ours"] = len(different) if cell["temperature"] == 0 else None
             continue

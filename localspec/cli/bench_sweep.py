@@ -84,7 +84,7 @@ def sweep(
             with bar("sweep", grid.n_units(len(prompts))) as advance:
                 run.run(advance)
         except (KeyboardInterrupt, LocalspecError):
-            if any(name.endswith("/compared") for name in state.units):
+            if cells(grid, state.units, [prompt.source for prompt in prompts]):
                 report(False)
             raise
         report(True)
