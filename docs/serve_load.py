@@ -7,7 +7,7 @@ clients as it writes texts at once, for so many seconds; the clients' prompts, l
 0.8) are mixed, and the same for all servers. Asserted of localspec: every request is answered, each answer belongs to its
 question, and every greedy answer is the one that the same prompt gets when it is computed alone. (llama-server's answers
 are compared with those of its own single client and only counted.) Then one client alone, and `localspec run` with the same
-prompt beside it. Prints a table and a line of JSON; exit code 1 where something was lost or mixed up, 2 where something is
+prompts beside it. Prints a table and a line of JSON; exit code 1 where something was lost or mixed up, 2 where something is
 missing.
 """
 
@@ -35,6 +35,7 @@ from typing import Any
 from localspec import native
 from localspec.errors import LocalspecError, UsageError
 from localspec.prompts import BUILT_IN, read_prompts, spread
+from localspec.report import rate
 
 LENGTHS = (16, 48, 96, 160)
 TEMPERATURES = (0.0, 0.8)
@@ -76,10 +77,11 @@ class Load:
     wrong: list[str] = field(default_factory=list)
     n_other: int = 0  # greedy answers that are not those computed alone
     single: float = 0.0  # tok/s of one client
+    decoded: dict[int, tuple[int, float]] = field(default_factory=dict)  # question -> tokens and seconds of decoding
 
     @property
     def rate(self) -> float:
-        return self.n_tokens / self.seconds if self.seconds else 0.0
+        return rate(self.n_tokens, self.seconds)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -252,6 +254,7 @@ def ask(port: int, question: Question, load: Load, lock: threading.Lock) -> None
         load.n_answered += 1
         load.n_tokens += last["usage"]["completion_tokens"]
         timings = last.get("timings", {})
+        load.decoded[question.number] = timings.get("predicted_n", 0), timings.get("predicted_ms", 0.0) / 1e3
         load.n_drafted += timings.get("draft_n", 0)
         load.n_accepted += timings.get("draft_n_accepted", 0)
         if len(times) > 1:
@@ -303,25 +306,29 @@ def alone(port: int, load: Load, asked: list[Question]) -> None:
         tokens, seconds = tokens + check.n_tokens - before, seconds + time.perf_counter() - began
         load.n_other += check.greedy.get(question.number) != load.greedy[question.number]
     load.wrong += check.wrong
-    load.single = tokens / seconds if seconds else 0.0
+    load.decoded = check.decoded
+    load.single = rate(tokens, seconds)
 
 
-def computed_alone(args: argparse.Namespace, load: Load, asked: list[Question]) -> float:
-    """Hold greedy answers against plain decoding in this process; tok/s of one `localspec run` of all of them."""
-    tokens = seconds = 0.0
-    for question in [q for q in asked if q.number in load.greedy][:4]:
+def computed_alone(args: argparse.Namespace, load: Load, asked: list[Question], most: int = 4) -> tuple[float, float]:
+    """Hold some greedy answers against `localspec run`, a process for each: tok/s of decoding of serve (a single client)
+    and of run, on the same questions."""
+    ours, theirs = [0, 0.0], [0, 0.0]
+    for question in [q for q in asked if q.number in load.decoded][:most]:
         command = [sys.executable, "-m", "localspec", "run", "-m", str(args.target), "-t", str(args.threads)]
         command += ["-c", str(args.ctx_size), "--temp", "0", "-n", str(question.max_tokens), "--json", "-p", question.prompt]
-        if args.draft:
-            command += ["--draft", str(args.draft)]
-        done = subprocess.run([*command, "--spec-type", args.spec_type], capture_output=True, text=True, check=False)
+        command += ["--spec-type", args.spec_type, *(["--draft", str(args.draft)] if args.draft else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise LocalspecError(f"localspec run: {done.stderr.strip()[-300:]}")
         answer = json.loads(done.stdout.strip().split("\n")[-1])
-        tokens, seconds = tokens + answer["n_generated"], seconds + answer["n_generated"] / max(1e-9, answer["tok_per_s"])
         if answer["text"] != load.greedy[question.number]:
             load.wrong.append(f"question {question.number}: not the text of `localspec run`")
-    return tokens / seconds if seconds else 0.0
+        found = (ours, *load.decoded[question.number]), (theirs, answer["n_generated"], answer["ms_step"] / 1e3)
+        for side, n, seconds in found:
+            side[0] += n
+            side[1] += seconds
+    return rate(int(ours[0]), ours[1]), rate(int(theirs[0]), theirs[1])
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -332,7 +339,7 @@ def measure(args: argparse.Namespace) -> int:
     prompts = spread(read_prompts(args.prompts) if args.prompts else list(BUILT_IN), args.limit)
     asked = questions([prompt.turns[0] for prompt in prompts])
     loads: list[Load] = []
-    run_rate = 0.0
+    serve_rate = run_rate = 0.0
     print(HEAD)
     for name, command in commands(args).items():
         load = Load(name)
@@ -341,19 +348,19 @@ def measure(args: argparse.Namespace) -> int:
             press(port, load, asked, args.clients, args.seconds)
             alone(port, load, asked)
         if name == "localspec-draft":
-            run_rate = computed_alone(args, load, asked)
+            serve_rate, run_rate = computed_alone(args, load, asked)
         loads.append(load)
         print(load.row(), flush=True)
     for load in loads:
         for line in load.wrong[:5]:
             print(f"{load.name}: {line}")
-    by_name = {load.name: load for load in loads}
     if run_rate:
-        print(f"one client: serve {by_name['localspec-draft'].single:.1f} tok/s by the clock, run {run_rate:.1f} decoding")
+        print(f"one client, decoding: serve {serve_rate:.1f} tok/s, run {run_rate:.1f}")
     ours = [load for load in loads if load.name.startswith("localspec")]
     fine = not any(load.wrong or load.n_other or load.n_answered != load.n_asked for load in ours)
     print(json.dumps({
-        "fine": fine, "run_tok_per_s": run_rate or None, "servers": [load.as_json() for load in loads],
+        "fine": fine, "serve_tok_per_s": serve_rate or None, "run_tok_per_s": run_rate or None,
+        "servers": [load.as_json() for load in loads],
         "clients": args.clients, "seconds": args.seconds, "target": str(args.target), "prompts": len(prompts),
         "draft": str(args.draft) if args.draft else None, "spec_type": args.spec_type, "threads": args.threads,
     }))  # fmt: skip
