@@ -23,6 +23,7 @@ from localspec.drafters import Drafter
 from localspec.engine import Engine, Request, Stats
 from localspec.peer import LlamaServer, draft_arguments, server_arguments
 from localspec.prompts import Prompt
+from localspec.report import rate
 from localspec.sweep_state import State
 from localspec.target import TargetSession
 
@@ -135,7 +136,9 @@ class Sweep:
                             self._start_servers(n_at_once, servers, stack)
                         unit = _theirs(servers[side.name], requests)
                     self._state.add(name, unit)
-                progress(f"{n_at_once} at once, temperature {temperature:g}, {side.name}")
+                unit = self._state.units[name]
+                tok_per_s = rate(sum(done["n"] for done in unit["requests"]), unit["seconds"])
+                progress(f"{n_at_once} at once, temperature {temperature:g}, {side.name}: {tok_per_s:.0f} tok/s")
             for side in sides:
                 name = compared_name(n_at_once, temperature, wave, side.name)
                 if name not in self._state.units:

@@ -62,14 +62,14 @@ def bench_cmd(
 
     Greedy unless --temp is given. A table by source, then one line of JSON.
     """
-    of_sweep = {
-        "--n-max-list": n_max_list, "--concurrency": concurrency, "--temps": temps, "--json": json_file, "--html": html_file,
-    }  # fmt: skip
+    of_sweep = {"--json": json_file, "--html": html_file}
     for flag, name in (("--prompts", prompts_file), ("--peer-llama-server", peer), *of_sweep.items()):
         if name == "":
-            raise UsageError(f"{flag} '': nothing given (an unset variable?); give a value, or leave {flag} out")
-        if name is not None and flag in of_sweep and not sweeping:
-            raise UsageError(f"{flag} is for a sweep: add --sweep, or leave {flag} out")
+            raise UsageError(f"{flag} '': no name given (an unset variable?); name a file, or leave {flag} out")
+    of_sweep |= {"--n-max-list": n_max_list, "--concurrency": concurrency, "--temps": temps}
+    unused = [flag for flag, value in of_sweep.items() if value is not None]
+    if unused and not sweeping:
+        raise UsageError(f"{unused[0]} is for a sweep: add --sweep, or leave {unused[0]} out")
     if sweeping and context.get_parameter_source("temperature") is not ParameterSource.DEFAULT:
         raise UsageError("--sweep takes its temperatures from --temps: leave --temp out")
     sampling = take_sampling(options)
@@ -80,8 +80,11 @@ def bench_cmd(
     if sweeping:
         from localspec.cli.bench_sweep import Wish, sweep
 
-        lists = (n_max_list or "1,2,3,5,8", concurrency or "1,4,16", temps or "0,0.8")
-        sweep(choice, sampling, prompts, prompts_file, n_predict, Wish(*lists, json_file, html_file, peer))
+        wish = Wish(
+            "1,2,3,5,8" if n_max_list is None else n_max_list, "1,4,16" if concurrency is None else concurrency,
+            "0,0.8" if temps is None else temps, json_file, html_file, peer,
+        )  # fmt: skip
+        sweep(choice, sampling, prompts, prompts_file, n_predict, wish)
         return
     loaded = open_engine(choice)
     try:

@@ -117,10 +117,16 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def _writable(flag: str, name: str) -> Path:
-    """Hours later is too late to find out."""
+    """Hours later is too late to find out. What is no result of ours is not replaced."""
     path = Path(name)
     if not path.name or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"{flag} {name}: name a file in a directory that can be written to")
+    try:
+        first = path.open("rb").read(1) if path.exists() else b""
+    except OSError as error:
+        raise UsageError(f"{flag} {name}: {error.strerror or error}") from None
+    if first not in (b"", b"{" if flag == "--json" else b"<"):
+        raise UsageError(f"{flag} {name}: that file is no {flag[2:].upper()} and would be lost: name another")
     return path
 
 
@@ -228,7 +234,7 @@ def _table(result: dict[str, Any]) -> None:
                 table.add_row(c["side"], *row[: len(headings)], same_text(c)[0])
         console.print(table)
     curve = result["curve"]
-    console.print(f"ceiling {curve['ceiling']:.2f}x with blocks of {curve['ceiling_n']}")
+    console.print(f"ceiling {curve['ceiling']:.2f}x with blocks of {curve['ceiling_n']}", highlight=False)
     for c in result["cells"]:
         for d in c.get("differences", ()):
             console.print(
