@@ -30,6 +30,7 @@ from localspec.target import TargetSession
 PLAIN, ADAPTIVE, SERVER = "plain", "adaptive", "llama-server"
 _CURVE_CONTEXT = 128
 _CURVE_ROUNDS = 7
+_LEAST_WAVES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ class Grid:
         return ours + ([Side(SERVER), *(Side(SERVER, n) for n in self.n_max)] if self.peer else [])
 
     def n_waves(self, n_at_once: int, n_prompts: int) -> int:
-        """Waves that hold every prompt; the last one is filled up with prompts from the beginning."""
-        return -(-n_prompts // n_at_once)
+        """Waves that hold every prompt, at least two: no side is measured at one moment alone. Prompts from the beginning
+        fill them up."""
+        return max(_LEAST_WAVES, -(-n_prompts // n_at_once))
 
     def n_units(self, n_prompts: int) -> int:
         """All units: the curve, and of each wave its sides."""
