@@ -14,6 +14,7 @@ _LIGHT = ("#5f6b7a", "#2563b0", "#c2570c", "#15803d", "#7c3aed", "#be185d", "#0e
 _DARK = ("#a3adba", "#74a9f2", "#f59e52", "#5cc985", "#b79bfb", "#f27bb0", "#4fc3d9", "#d6a94a")
 _WIDTH, _HEIGHT = 620, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 12, 46
+_LEAST_GAP = 0.04  # between labels below, of the width
 
 
 def _palette(colours: Sequence[str]) -> str:
@@ -55,7 +56,7 @@ def lines(
     low, high = min(numbers, default=0.0), max(numbers, default=1.0)
     margin = 0.0 if at is not None else 0.35
     frame = _Frame(series, marks, low - margin, high + margin)
-    parts = [frame.axes(x, y), *(frame.place(n, place) for n, place in zip(numbers, places) if _has_room(n, numbers, high))]
+    parts = [frame.axes(x, y), *(frame.place(numbers[i], places[i]) for i in _with_room(numbers))]
     parts += [frame.mark(value, text) for value, text in marks]
     for one in series:
         points = [(n, v) for n, v in zip(numbers, one.values) if v is not None]
@@ -150,11 +151,14 @@ def _nice_step(largest: float) -> float:
     return next((m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999), 10 * power)
 
 
-def _has_room(value: float, numbers: Sequence[float], high: float) -> bool:
-    """Whether a label fits there: not where the next one, to the left, is too near."""
-    span = (high - min(numbers)) or 1.0
-    before = [n for n in numbers if n < value]
-    return not before or (value - max(before)) / span > 0.025
+def _with_room(numbers: Sequence[float]) -> list[int]:
+    """Which of these ascending places have a label: none that is too near to the last one that has."""
+    span = (numbers[-1] - numbers[0] if numbers else 0.0) or 1.0
+    shown: list[int] = []
+    for i, number in enumerate(numbers):
+        if not shown or (number - numbers[shown[-1]]) / span > _LEAST_GAP:
+            shown.append(i)
+    return shown
 
 
 def _short(value: float) -> str:

@@ -27,7 +27,7 @@ _STYLE = (
     "margin-bottom:.4rem}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;margin:.3rem 0 0;padding:0;"
     "font-size:13px}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.25rem .65rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}"
+    "th,td{padding:.25rem .55rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}"
     "th{background:var(--soft)}th:first-child,td:first-child,.facts td,.facts th{text-align:left}"
     ".facts td{white-space:normal;overflow-wrap:anywhere}tr.first td{border-top:2px solid var(--axis)}"
 )
@@ -71,7 +71,8 @@ def _verdict(result: Json) -> str:
     if other:
         n = sum(len(c["differences"]) for c in other)
         parts.append(
-            f'<p class="verdict bad">TEXTS DIFFER: {n} of the drafted texts, in {len(other)} cells, are not the plain ones. '
+            f'<p class="verdict bad">TEXTS DIFFER: {n} of the drafted texts, in {len(other)} of the cells below, are not the '
+            "plain ones. "
             "Where they part is listed below the table.</p>"
         )
     elif result["identical"]:
@@ -164,24 +165,25 @@ def _by_concurrency(result: Json, temperature: float) -> str:
 
 def _table(result: Json) -> str:
     peer = any(c["kind"] == SERVER for c in result["cells"])
-    head = ["side", "at once", "temp.", "requests", "tokens", "tok/s", "tok/s, clock", "speed-up", "kept", "per verify"]
+    head = ["side", "at once", "temp.", "same text", "requests", "tokens"]
+    head += ["tok/s", "tok/s, clock", "speed-up", "kept", "per verify"]
     head += ["over server", "over it drafting"] if peer else []
     rows, before = [], None
     for c in result["cells"]:
         place = (c["concurrency"], c["temperature"])
         row = [
-            escape(c["side"]), str(c["concurrency"]), f"{c['temperature']:g}", str(c["n_requests"]), str(c["n_generated"]),
-            _number(c["tok_per_s"], 1), _number(c["clock_tok_per_s"], 1), _times(c.get("speedup")),
+            escape(c["side"]), str(c["concurrency"]), f"{c['temperature']:g}", _same(c), str(c["n_requests"]),
+            str(c["n_generated"]), _number(c["tok_per_s"], 1), _number(c["clock_tok_per_s"], 1), _times(c.get("speedup")),
             _number(c["acceptance"], 2), _number(c.get("tokens_per_verify"), 2),
         ]  # fmt: skip
         row += [_times(c.get("over_server")), _times(c.get("over_server_drafting"))] if peer else []
-        rows.append(([*row, _same(c)], place != before))
+        rows.append((row, place != before))
         before = place
     note = "<p>tok/s: time of decoding alone. By the clock: whole waves of requests, their prompts included."
     if peer:
         note += " Over server: by the clock, against llama-server without a draft, and with as many drafted tokens."
     note += "</p>"
-    return _rows([*head, "same text"], rows) + note
+    return _rows(head, rows) + note
 
 
 def _same(cell: Json) -> str:
