@@ -153,6 +153,7 @@ class _Running:
     n_left: int
     stats: Stats
     constraint: Constraint | None = None
+    ready: bool = False  # its prompt is computed
 
 
 class Engine:
@@ -194,6 +195,16 @@ class Engine:
         Computes the prompt but for its last token, which becomes the pending one. Returns the slot. Once `stopped` has
         said True the prompt may be in the cache in part only: no step may follow.
         """
+        slot = self.begin(request, slot)
+        try:
+            self.read(slot, stopped=stopped)
+        except BaseException:
+            del self._running[slot]
+            raise
+        return slot
+
+    def begin(self, request: Request, slot: int | None = None) -> int:
+        """Take up a request as `start` does, but compute nothing: `read` does. Until then steps leave it out."""
         if not request.prompt:
             raise UsageError("the prompt is empty: give at least one token")
         if request.max_tokens is not None and request.max_tokens < 0:
@@ -210,9 +221,10 @@ class Engine:
         stats = Stats(n_prompt=len(request.prompt))
         began = time.perf_counter()
         seq = Sequence(slot, request.key, request.sampling, list(request.prompt), len(request.prompt))
-        stats.n_prompt_computed = self._prefill(seq, stopped)
-        if self.drafter is not None and not stopped():
-            self.drafter.begin(seq)
+        keep = common_start(self.session.tokens[slot], seq.tokens[:-1])
+        if isinstance(self.drafter, TapReader):
+            keep = min(keep, self.drafter.keep(seq))
+        self.session.rollback(slot, keep)
         stats.t_prompt = time.perf_counter() - began
         n_left = request.max_tokens if request.max_tokens is not None else self.session.n_ctx
         text = TextStream(self.session.model.tokenizer, request.stop)
@@ -220,13 +232,34 @@ class Engine:
         self._running[slot] = _Running(seq, request, text, n_left, stats, constraint)
         return slot
 
-    def _prefill(self, seq: Sequence, stopped: Callable[[], bool]) -> int:
-        """Compute the prompt but for its last token; returns how many tokens were computed."""
-        drafter = self.drafter
-        if not isinstance(drafter, TapReader):
-            return self.session.prefill(seq.slot, seq.tokens[:-1], stopped)
-        self.session.rollback(seq.slot, drafter.keep(seq))
-        return self.session.prefill(seq.slot, seq.tokens[:-1], stopped, lambda first, taps: drafter.read(seq, first, taps))
+    def read(self, slot: int, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Compute at most `most` further tokens of the prompt in `slot`, but never its last one; returns how many.
+
+        With the rest of it (`is_ready`) the text takes part in steps. `stopped` as for `start`.
+        """
+        run = self._running[slot]
+        if run.ready:
+            return 0
+        began = time.perf_counter()
+        drafter, seq = self.drafter, run.seq
+        held, whole = len(self.session.tokens[slot]), len(seq.tokens) - 1
+        end = whole if most is None else min(whole, held + most)
+        tapped = None
+        if isinstance(drafter, TapReader):
+            reader = drafter
+            tapped = lambda first, taps: reader.read(seq, first, taps)  # noqa: E731
+        n = self.session.prefill(slot, seq.tokens[:end], stopped, tapped)
+        if len(self.session.tokens[slot]) == whole and not stopped():
+            if drafter is not None:
+                drafter.begin(seq)
+            run.ready = True
+        run.stats.n_prompt_computed += n
+        run.stats.t_prompt += time.perf_counter() - began
+        return n
+
+    def is_ready(self, slot: int) -> bool:
+        """Whether the prompt in `slot` is computed."""
+        return self._running[slot].ready
 
     def stats(self, slot: int) -> Stats:
         """The counts of the text in `slot` so far."""
@@ -259,11 +292,14 @@ class Engine:
                 return
 
     def step(self) -> list[Step]:
-        """One verification over every running sequence that still has room; each ends up with a Step."""
+        """One verification over every sequence whose prompt is computed; each ends up with a Step."""
         began = time.perf_counter()
         steps: list[Step] = []
         active: list[_Running] = []
-        for run in self._running.values():
+        # By slot: llama.cpp puts into one pass only sequences whose numbers follow one another (split_equal).
+        for _, run in sorted(self._running.items()):
+            if not run.ready:
+                continue
             if run.n_left <= 0:
                 steps.append(Step(run.seq.slot, self._rest(run), "length"))
             elif len(run.seq.tokens) > self.session.n_ctx:

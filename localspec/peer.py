@@ -52,12 +52,12 @@ class PeerSide:
 
 
 class LlamaServer:
-    """A llama-server process on a free port of loopback, ended on close."""
+    """A llama-server process on a free port of loopback, for `n_parallel` requests at once, ended on close."""
 
-    def __init__(self, binary: Path, arguments: Sequence[str]):
+    def __init__(self, binary: Path, arguments: Sequence[str], n_parallel: int = 1):
         self._port = _free_port()
         self._log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        command = [str(binary), "--host", "127.0.0.1", "--port", str(self._port), "-np", "1", *arguments]
+        command = [str(binary), "--host", "127.0.0.1", "--port", str(self._port), "-np", str(n_parallel), *arguments]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from localspec import llama_arch, native
 from localspec.errors import NativeError, UsageError
 from localspec.model import Model
+from localspec.passes import passes
 
 F32 = npt.NDArray[np.float32]
 
@@ -129,22 +130,7 @@ class Taps:
 
 
 def order_of(blocks: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """Where in the batch each row stands that llama.cpp computed, in its order of computing.
-
-    It cuts a batch of several sequences into pieces with an equal number of tokens for each sequence in it, whose numbers
-    follow one another (llama_batch_allocr::split_equal).
-    """
+    """Where in the batch each row stands that llama.cpp computed, in its order of computing."""
     starts = np.concatenate([[0], np.cumsum([length for _, length in blocks])])
-    left = [[seq, int(start), int(end)] for (seq, _), start, end in zip(blocks, starts, starts[1:])]
-    order: list[npt.NDArray[np.int64]] = []
-    while left:
-        group: list[list[int]] = []
-        for entry in left:
-            if not group or entry[0] == group[-1][0] + 1:
-                group.append(entry)
-        length = min(end - start for _, start, end in group)
-        for entry in group:
-            order.append(np.arange(entry[1], entry[1] + length))
-            entry[1] += length
-        left = [entry for entry in left if entry[1] < entry[2]]
-    return np.concatenate(order)
+    spans = [(starts[i] + a, starts[i] + b) for one in passes(blocks) for i, a, b in one]
+    return np.concatenate([np.arange(a, b) for a, b in spans])

@@ -11,6 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from localspec.errors import ContextFullError, LocalspecError, NativeError, Usag
 from localspec.llama_arch import BOUNDED_ROLLBACK
 from localspec.memory import available_memory, memory_needed, recurrent_state
 from localspec.model import Model
+from localspec.passes import padded
 from localspec.snapshot import RecurrentStates
 from localspec.taps import Taps
 from localspec.threads import ThreadCount
@@ -187,6 +189,9 @@ class TargetSession:
         Raises ContextFullError before anything is computed when a sequence has no room.
         """
         self.settle()
+        padded = self._padded(blocks)
+        if padded is not None:
+            return self._decode_padded(dict(blocks), padded)
         n = self._fill(blocks)
         self._want[:n] = 1
         self._keep_states(blocks, True)
@@ -249,6 +254,29 @@ class TargetSession:
         self._remove(branch, 0)
         native.lib().llama_memory_seq_cp(self._memory, seq, branch, -1, -1)
         self.tokens[branch] = list(self.tokens[seq])
+    def _padded(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> list[tuple[int, int]] | None:
+        """(seq, rows) of a decode that takes fewer passes (passes.py) than `blocks`; None where there is none."""
+        if len(blocks) < 2 or self.model.is_recurrent or (self.taps is not None and self.taps.needs_every_row):
+            return None
+        lengths = [(seq, len(tokens)) for seq, tokens in blocks]
+        if any(a >= b for (a, _), (b, _) in pairwise(lengths)) or any(n == 0 for _, n in lengths):
+            return None
+        more = padded(lengths, lambda seq: self.n_ctx - len(self.tokens[seq]), self.n_batch)
+        return None if more == lengths else more
+
+    def _decode_padded(self, blocks: dict[int, Sequence[int] | np.ndarray], padded: list[tuple[int, int]]) -> Rows:
+        """`decode` with rows that nobody asked for; of what it gives, those asked for."""
+        own = [(seq, [int(t) for t in blocks.get(seq, ())], n) for seq, n in padded]
+        n = self._fill([(seq, tokens + [0] * (n - len(tokens))) for seq, tokens, n in own])
+        wanted = np.concatenate([np.arange(n) < len(tokens) for _, tokens, n in own])
+        self._want[:n] = wanted
+        self._run(n)
+        for seq, tokens, rows in own:
+            self.tokens[seq].extend(tokens)
+            if rows > len(tokens):
+                self._remove(seq, len(self.tokens[seq]))
+        taps = None if self.taps is None else self.taps.read(padded)[wanted]
+        return Rows(native.logits(self.handle, int(wanted.sum()), self.model.n_vocab), taps)
 
     def prefill(
         self,

@@ -319,18 +319,25 @@ def test_plain_decoding_between_texts(model: Model, head: Path) -> None:
 
 
 def test_several_sequences_draft_as_each_alone(model: Model, head: Path) -> None:
-    prompts = [PROMPT, PROMPT[:3], [9], [50 + i for i in range(30)]]
-    session, watched = pair(model, head, n_sequences=4)
+    """One's prompt is read in pieces between steps of the others; between some slots there are gaps."""
+    prompts = {5: PROMPT, 0: PROMPT[:3], 3: [9], 1: [50 + i for i in range(30)]}
+    session, watched = pair(model, head, n_sequences=6)
     with session:
         engine = Engine(session, watched, FixedBlock(3))
-        for prompt in prompts:
-            engine.start(Request(prompt, GREEDY, 25))
-        running = set(range(4))
+        for slot, prompt in prompts.items():
+            assert engine.begin(Request(prompt, GREEDY, 25), slot) == slot
+            if slot != 1:
+                assert engine.read(slot) == len(prompt) - 1
+        running, pieces = set(prompts), []
         while running:
+            if 1 in running and not engine.is_ready(1):
+                pieces.append(engine.read(1, 8))
             for step in engine.step():
+                assert step.slot != 1 or sum(pieces) == 29
                 if step.stop:
                     running.discard(step.slot)
                     engine.finish(step.slot)
+        assert pieces == [8, 8, 8, 5]
         assert check_said(model, head, watched, every=3) > 30
 
 

@@ -17,20 +17,20 @@ LAYERS = [
     ["tokenizer"],
     ["model"],
     [
-        "template", "pairing", "memory", "accept_reference", "accept", "topk", "costs", "survival", "control",
-        "default_model", "profile", "advice", "picture", "hub", "fetch", "prompts", "shipped", "taps", "threads", "gemma4",
-        "gbnf", "grammar", "json_parts", "json_schema",
-        "snapshot", "clusters",
         "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs",
         "survival", "control", "control_tree", "default_model", "profile", "advice", "picture", "hub", "fetch",
-        "prompts", "shipped", "taps", "threads", "gemma4",
+        "prompts", "shipped", "taps", "threads", "gemma4", "gbnf", "grammar", "json_parts", "json_schema",
+        "snapshot", "clusters", "passes",
     ],
     ["draft_net", "target", "mtp_context"],
     ["dflash_net", "eagle3_net"],
     ["drafters", "data"],
     ["engine"],
     ["report", "share"],
-    ["bench", "curve", "peer", "chat", "serve", "chat_screen", "train", "convert"],
+    [
+        "bench", "curve", "peer", "sweep_state", "sweep", "sweep_result", "charts", "sweep_page", "chat", "serve",
+        "chat_screen", "train", "convert",
+    ],
     ["cli"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

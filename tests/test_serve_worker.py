@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,18 @@ from localspec.model import Model
 from localspec.serve.answers import Answer
 from localspec.serve.app import _Stream
 from localspec.serve.outbox import Outbox
-from localspec.serve.worker import ClosingError, Done, Event, Failed, Job, QueueFullError, Text, Worker, choose_slot
+from localspec.serve.worker import (
+    PROMPT_TOKENS,
+    ClosingError,
+    Done,
+    Event,
+    Failed,
+    Job,
+    QueueFullError,
+    Text,
+    Worker,
+    choose_slot,
+)
 from localspec.target import SessionSettings, TargetSession
 from tests.gguf_maker import tiny_llama
 from tests.test_serve import wait_until
@@ -103,6 +115,58 @@ def test_a_cancelled_job_leaves_its_cache_to_the_next(model: Model, engine: Engi
     assert end.stats.n_prompt_computed == 0
     assert text == alone(model, prompt, 12)
     assert worker.totals().n_cancelled == 1
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(
+    model: Model, engine: Engine, started: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[int] = []  # tokens of prompts; 0: a step
+    read, step = engine.read, engine.step
+
+    def reading(slot: int, *rest: Any) -> int:
+        log.append(read(slot, *rest))
+        return log[-1]
+
+    def stepping() -> list[Step]:
+        log.append(0)
+        return step()
+
+    monkeypatch.setattr(engine, "read", reading)
+    monkeypatch.setattr(engine, "step", stepping)
+    worker = started(engine)
+    first = Client([5, 6, 7], 7000)
+    worker.submit(first.job)
+    assert isinstance(first.events.get(timeout=60), Text)
+    prompt = [(7 * i) % 200 + 5 for i in range(900)]
+    second = Client(prompt, 12)
+    worker.submit(second.job)
+    text, end = second.rest()
+    worker.cancel(first.job)
+    assert isinstance(end, Done)
+    assert end.stats.n_prompt_computed == 899
+    assert text == alone(model, prompt, 12)
+    long = [n for n in log if n > 2]
+    assert sum(long) == 899
+    assert max(long) == PROMPT_TOKENS
+    for before, after in pairwise(log):
+        assert before == 0 or after == 0, "a step between two pieces"
+
+
+def test_a_job_cancelled_while_its_prompt_is_read(model: Model, engine: Engine, started: Callable[..., Worker]) -> None:
+    worker = started(engine)
+    first, prompt = Client([5, 6, 7], 7000), [(7 * i) % 200 + 5 for i in range(6000)]
+    worker.submit(first.job)
+    assert isinstance(first.events.get(timeout=60), Text)
+    second = Client(prompt, 4)
+    worker.submit(second.job)
+    wait_until(lambda: any(len(tokens) > 3 and tokens[:3] == prompt[:3] for tokens in engine.session.tokens))
+    worker.cancel(second.job)
+    wait_until(lambda: worker.counts() == (1, 0))
+    third = Client(prompt[:400], 6)
+    worker.submit(third.job)
+    assert third.rest()[0] == alone(model, prompt[:400], 6)
+    assert second.events.empty()
+    worker.cancel(first.job)
 
 
 def test_the_queue_is_bounded_and_a_cancelled_job_leaves_it_at_once(engine: Engine, started: Callable[..., Worker]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 from rich.text import Text
 
@@ -42,25 +43,55 @@ from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
         help="Tokens per prompt.")
 @option("Measuring", "--peer-llama-server", "peer", metavar="PATH",
         help="Start this llama-server with the same files and flags and measure it beside ours.")
-def bench_cmd(prompts_file: str | None, limit: int, n_predict: int, peer: str | None, **options: Any) -> None:  # fmt: skip
+@option("Measuring", "--sweep", "sweeping", is_flag=True,
+        help="Measure a grid: tokens drafted x texts at once x temperature. A sweep with --json or --html that was killed "
+             "goes on where it stopped.")
+@option("Measuring", "--n-max-list", "n_max_list", metavar="N,N,...",
+        help="--sweep: tokens drafted each time.  [default: 1,2,3,5,8]")
+@option("Measuring", "--concurrency", metavar="N,N,...", help="--sweep: texts written at once.  [default: 1,4,16]")
+@option("Measuring", "--temps", metavar="T,T,...", help="--sweep: temperatures.  [default: 0,0.8]")
+@option("Output", "--json", "json_file", metavar="FILE", help="--sweep: write the JSON there, not to standard output.")
+@option("Output", "--html", "html_file", metavar="FILE", help="--sweep: write a page with plots and tables there.")
+@click.pass_context
+def bench_cmd(
+    context: click.Context, prompts_file: str | None, limit: int, n_predict: int, peer: str | None, sweeping: bool,
+    n_max_list: str | None, concurrency: str | None, temps: str | None, json_file: str | None, html_file: str | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Measure plain against speculative decoding on the same prompts.
 
     Greedy unless --temp is given. A table by source, then one line of JSON.
     """
-    for flag, name in (("--prompts", prompts_file), ("--peer-llama-server", peer)):
+    of_sweep = {"--json": json_file, "--html": html_file}
+    for flag, name in (("--prompts", prompts_file), ("--peer-llama-server", peer), *of_sweep.items()):
         if name == "":
             raise UsageError(f"{flag} '': no name given (an unset variable?); name a file, or leave {flag} out")
+    of_sweep |= {"--n-max-list": n_max_list, "--concurrency": concurrency, "--temps": temps}
+    unused = [flag for flag, value in of_sweep.items() if value is not None]
+    if unused and not sweeping:
+        raise UsageError(f"{unused[0]} is for a sweep: add --sweep, or leave {unused[0]} out")
+    if sweeping and context.get_parameter_source("temperature") is not ParameterSource.DEFAULT:
+        raise UsageError("--sweep takes its temperatures from --temps: leave --temp out")
     sampling = take_sampling(options)
     choice = take_models(options)
     prompts = spread(read_prompts(Path(prompts_file)) if prompts_file else list(BUILT_IN), limit)
     if peer and not Path(peer).is_file():
         raise UsageError(f"--peer-llama-server {peer}: no such file")
+    if sweeping:
+        from localspec.cli.bench_sweep import Wish, sweep
+
+        wish = Wish(
+            "1,2,3,5,8" if n_max_list is None else n_max_list, "1,4,16" if concurrency is None else concurrency,
+            "0,0.8" if temps is None else temps, json_file, html_file, peer,
+        )  # fmt: skip
+        sweep(choice, sampling, prompts, prompts_file, n_predict, wish)
+        return
     loaded = open_engine(choice)
     try:
         if loaded.drafter is None:
             raise UsageError("nothing to compare: there is no drafter (--spec-type none, or a model that can't roll back)")
         plain = Engine(loaded.session, rule=choice.rule)
-        settings = _settings(loaded, choice, asdict(sampling), prompts, prompts_file, n_predict)
+        settings = settings_in_effect(loaded, choice, asdict(sampling), prompts, prompts_file, n_predict)
         result, peers = Result(), None
         try:
             with contextlib.ExitStack() as stack:
@@ -95,7 +126,7 @@ def _report(result: Result, drafter: str, peers: Peers | None, settings: dict[st
     click.echo(json.dumps(line))
 
 
-def _settings(
+def settings_in_effect(
     loaded: Loaded, choice: ModelChoice, sampling: dict[str, Any], prompts: list[Prompt], file: str | None, n_predict: int
 ) -> dict[str, Any]:
     """Every setting in effect, defaults resolved."""

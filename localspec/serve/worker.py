@@ -1,12 +1,14 @@
 """The thread that owns the engine: takes up jobs from a bounded queue and gives their text back as it comes. No HTTP here.
 
-Continuous batching: every step is one decode over all texts in work; between two steps at most one prompt is computed, so
-that the others go on. llama.cpp and the engine are touched by this thread alone; the others only submit, cancel and close.
+Continuous batching: every step is one decode over all texts in work; between two steps a bounded number of prompts' tokens
+is computed, so that a long prompt does not hold up the others. llama.cpp and the engine are touched by this thread alone;
+the others only submit, cancel and close.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -26,6 +28,9 @@ from localspec.target import common_start
 log = logging.getLogger(__name__)
 
 DEAD_END = "the grammar came to a place where it allows no token of this model, and is not complete"
+#: tokens of prompts that are computed between two steps of other texts: a fraction of a second, and enough at once that a
+#: prompt is read about as fast as in one piece
+PROMPT_TOKENS = 128
 
 
 class QueueFullError(LocalspecError):
@@ -214,22 +219,46 @@ class Worker:
                 self._end(slot, "n_cancelled")
 
     def _take_up(self) -> None:
-        """Compute the prompt of one waiting job, if a slot is free."""
-        with self._lock:
-            if not self._waiting or not self._freed:
+        """Compute prompts: of the text that is being read, then of waiting jobs while slots are free."""
+        left = PROMPT_TOKENS
+        while left > 0 and not self._late():
+            slot = next((slot for slot in self._running if not self._engine.is_ready(slot)), None)
+            if slot is None:
+                slot = self._next()
+                if slot is None:
+                    return
+            job = self._running[slot]
+            try:
+                if not any(self._engine.is_ready(other) for other in self._running):
+                    left = max(left, self._engine.session.n_batch)  # nobody is held up
+                left -= self._engine.read(slot, left, functools.partial(self._unwanted, job))
+            except Exception as error:  # noqa: BLE001 (one request must not end the others)
+                self._fail([slot], error)
+            if job.cancelled:
                 return
-            job = self._waiting.popleft()
-            slot = choose_slot(self._freed, [self._engine.session.tokens[i] for i in self._freed], job.request.prompt)
-            self._freed.remove(slot)
-            self._running[slot] = job
-        if job.request.n_probs is not None:
-            job.aligned = Aligned(self._engine.session.model.tokenizer)
-        try:
-            # The engine finds a wrong last token in the next step, together with everybody else's.
-            self._engine.session.model.check_tokens(np.array(job.request.prompt, np.int64))
-            self._engine.start(job.request, slot, lambda: job.cancelled or self._late())
-        except Exception as error:  # noqa: BLE001 (one request must not end the others)
-            self._fail([slot], error)
+
+    def _unwanted(self, job: Job) -> bool:
+        return job.cancelled or self._late()
+
+    def _next(self) -> int | None:
+        """Give a waiting job a free slot, if there are both."""
+        while True:
+            with self._lock:
+                if not self._waiting or not self._freed:
+                    return None
+                job = self._waiting.popleft()
+                held = [self._engine.session.tokens[i] for i in self._freed]
+                slot = choose_slot(self._freed, held, job.request.prompt)
+                self._freed.remove(slot)
+                self._running[slot] = job
+            if job.request.n_probs is not None:
+                job.aligned = Aligned(self._engine.session.model.tokenizer)
+            try:
+                # The engine finds a wrong last token in the next step, together with everybody else's.
+                self._engine.session.model.check_tokens(np.array(job.request.prompt, np.int64))
+                return self._engine.begin(job.request, slot)
+            except Exception as error:  # noqa: BLE001 (one request must not end the others)
+                self._fail([slot], error)
 
     def _step(self) -> None:
         # A job that was cancelled while its prompt was computed has it in part only: no step may follow.
