@@ -21,7 +21,8 @@ from localspec.cli.progress import bar
 from localspec.data import hf, library, plan
 from localspec.data.conversations import Conversation, read_conversations, unique
 from localspec.data.extract import extract
-from localspec.data.generate import Generator, make_jobs, measure_rate
+from localspec.data.generate import Generator, measure_rate
+from localspec.data.jobs import Jobs
 from localspec.data.mask import Renderer
 from localspec.data.selfmade import self_made
 from localspec.data.shards import Manifest, Sample
@@ -117,7 +118,7 @@ def data_cmd(
                 with bar("prompts", n_self) as advance:
                     given += self_made(session, folder, n_self, sampling.seed, stopped, lambda n: advance(""))
                 stopped.check()
-            groups = make_jobs(unique(given, "the prompts", whole=False), n_answers, sampling, greedy_first, writer.done)
+            groups = Jobs(unique(given, "the prompts", whole=False), n_answers, sampling, greedy_first, writer.done)
             generator = Generator(session, max_tokens, teacher_k, thinking == "keep")
             expected = plan.plan(groups, Renderer(model), writer.manifest, max_tokens, n_tokens)
             plan.check_disk(folder, expected.n_bytes)
