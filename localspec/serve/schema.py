@@ -78,6 +78,7 @@ class Order:
     stream: bool
     include_usage: bool
     n_probs: int | None  # of the likeliest tokens to name at each position; None: no probabilities
+    return_tokens: bool = False  # the ids of the answer's tokens, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,13 @@ def take_chat(body: Any, model: str, defaults: Defaults) -> Order:
 
 def take_completion(body: Any, model: str, defaults: Defaults) -> Order:
     """Check the body of /v1/completions. Raises ApiError."""
-    body = _fields(body, model, _COMMON | {"prompt", "logprobs"})
+    body = _fields(body, model, _COMMON | {"prompt", "logprobs", "return_tokens"})
     n_probs = _whole(body, "logprobs", 0, MAX_PROBS) if body.get("logprobs", False) is not False else None
-    return _order(body, _prompt(body.get("prompt")), "max_tokens", defaults, n_probs)
+    order = _order(body, _prompt(body.get("prompt")), "max_tokens", defaults, n_probs)
+    return_tokens = _boolean(body, "return_tokens")
+    if return_tokens and order.stream:
+        raise bad("return_tokens is for stream=false only", "return_tokens")
+    return replace(order, return_tokens=return_tokens)
 
 
 def _fields(body: Any, model: str, known: set[str]) -> dict[str, Any]:
