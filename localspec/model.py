@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class Model:
         params.n_gpu_layers = n_gpu_layers
         params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if use_mmap else lib.LLAMA_LOAD_MODE_NONE
         params.load_mtp = with_heads
+        no_devices = (ctypes.c_void_p * 1)(None)  # a list that ends at once
+        if n_gpu_layers == 0 and native.rpc_servers():
+            params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
         native.clear_log()
         self.handle = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.handle:

@@ -187,6 +187,59 @@ def has_gpu() -> bool:
     return bool(lib().llama_supports_gpu_offload())
 
 
+# -- other machines ----------------------------------------------------------------------------------------------------
+
+_rpc_devices: dict[str, int] = {}  # of each server
+
+
+def _rpc_registry() -> int | None:
+    """Address of llama.cpp's registry entry of its RPC backend. Where the build has none, a plug-in is loaded that
+    $LOCALSPEC_GGML_RPC names (libggml-rpc.so of the same commit)."""
+    shared = lib()._lib
+    by_name, load = shared.ggml_backend_reg_by_name, shared.ggml_backend_load
+    by_name.argtypes, by_name.restype = [ctypes.c_char_p], ctypes.c_void_p
+    load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
+    plugin = os.environ.get("LOCALSPEC_GGML_RPC")
+    if by_name(b"RPC") is None and plugin:
+        check_whole(Path(plugin))
+        if load(os.fsencode(plugin)) is None:
+            raise NativeError(f"{plugin} (LOCALSPEC_GGML_RPC): ggml refused it: build it from commit {LLAMA_COMMIT}")
+    found: int | None = by_name(b"RPC")
+    return found
+
+
+def has_rpc() -> bool:
+    """Whether layers can be computed by llama.cpp's RPC servers."""
+    return _rpc_registry() is not None
+
+
+def add_rpc_server(address: str) -> int:
+    """Register the devices of the server at ``host:port``; models loaded afterwards use them. Returns how many there are.
+    Aborts the process where the server does not answer: see localspec.rpc."""
+    if address in _rpc_devices:
+        return _rpc_devices[address]
+    shared = lib()._lib
+    find = shared.ggml_backend_reg_get_proc_address
+    find.argtypes, find.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p
+    function = find(_rpc_registry(), b"ggml_backend_rpc_add_server")
+    if not function:
+        raise NativeError("this build of llama.cpp can't be given RPC servers")
+    registry = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(function)(address.encode())
+    if registry is None:
+        return 0
+    count = shared.ggml_backend_reg_dev_count
+    count.argtypes, count.restype = [ctypes.c_void_p], ctypes.c_size_t
+    shared.ggml_backend_register.argtypes, shared.ggml_backend_register.restype = [ctypes.c_void_p], None
+    shared.ggml_backend_register(registry)
+    _rpc_devices[address] = int(count(registry))
+    return _rpc_devices[address]
+
+
+def rpc_servers() -> tuple[str, ...]:
+    """The servers whose devices are registered: a model uses them unless told otherwise."""
+    return tuple(_rpc_devices)
+
+
 # -- hidden states (llama.cpp's unstable interface, and its eval callback) ---------------------------------------------
 
 _LAYER_INPUTS = (

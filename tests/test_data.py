@@ -21,7 +21,8 @@ from localspec.accept import Sampling
 from localspec.data import generate as generate_module
 from localspec.data import plan
 from localspec.data.conversations import Conversation, Message
-from localspec.data.generate import Generator, make_jobs
+from localspec.data.generate import Generator
+from localspec.data.jobs import Jobs
 from localspec.data.shards import Manifest, Sample, Shards
 from localspec.errors import UsageError
 from localspec.model import Model
@@ -53,7 +54,7 @@ def written(
 ) -> dict[str, Sample]:
     with TargetSession(model, SessionSettings(n_ctx=n_ctx, n_sequences=parallel, n_batch=64, taps=(1, 2, 3))) as session:
         generator = Generator(session, **{"max_tokens": 12, "teacher_k": 5, **settings})  # type: ignore[arg-type]
-        groups = make_jobs(conversations, n_answers, Sampling(temperature=0.7, seed=3), greedy, set())
+        groups = Jobs(conversations, n_answers, Sampling(temperature=0.7, seed=3), greedy, set())
         return {key: sample for sample, key in generator.run(groups)}
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["errors"],
     ["library_file", "native", "gguf_format", "llama_arch", "gguf_guards", "gguf_file", "speculator"],
-    ["tokenizer"],
+    ["tokenizer", "rpc"],
     ["model"],
     [
         "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs",

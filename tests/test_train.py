@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -387,16 +388,33 @@ def test_an_unknown_setting_is_an_error() -> None:
 # -- it shares its work ---------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_take_the_steps_of_one_that_accumulates(place: Path, tmp_path: Path) -> None:
-    go(make_run(place, tmp_path / "one", accumulate=2, steps=6, eval_every=3))
-    out = tmp_path / "two"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    changed = command(place, out, "--steps", "6", "--eval-every", "3")
+def torchrun(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *torchrun, *changed], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_two_processes_take_the_steps_of_one_that_accumulates(place: Path, tmp_path: Path) -> None:
+    """First on two nodes that meet on this machine, then going on as two processes of one."""
+    for steps in (3, 6):
+        go(make_run(place, tmp_path / "one", accumulate=2, steps=steps, eval_every=3))
+    out = tmp_path / "two"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    changed = command(place, out, "--steps", "3", "--eval-every", "3")
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "t"]
+    local = ["--local-addr", "127.0.0.1"]
+    both = [torchrun(*nodes, *local, *changed) for _ in range(2)]
+    said = [node.communicate(timeout=300)[1] for node in both]
+    assert [node.returncode for node in both] == [0, 0], "".join(said)[-3000:]
+    assert len(losses(out)) == 3
+    changed = command(place, out, "--steps", "6", "--eval-every", "3")
+    one_node = torchrun("--nproc-per-node", "2", "--master-port", "0", "--standalone", *changed)
+    text = one_node.communicate(timeout=300)[1]
+    assert one_node.returncode == 0, text[-3000:]
+    assert "going on after step 3" in text
     np.testing.assert_allclose(losses(out), losses(tmp_path / "one"), rtol=2e-3)
     one, two = ([li["tokens"] for li in metrics.read(o / "metrics.jsonl") if "loss" in li] for o in (tmp_path / "one", out))
     assert one == two

@@ -60,6 +60,8 @@ def curve_cmd(
     choice = take_models(options)
     if compare and choice.kernels != "auto":
         raise UsageError("--compare measures both kinds of kernels: leave --kernels out")
+    if compare and choice.rpc:
+        raise UsageError("--compare measures the kernels of this machine: leave --rpc out")
     target = target_path(choice)
     # Raised inside of a fork or of llama.cpp's log, a KeyboardInterrupt would be lost: it waits for the next round.
     with Interrupt() as interrupt:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ from typing import Any
 import click
 
 from localspec import __version__
+from localspec.cli.console import counted
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.loading import open_target, say, target_path
 from localspec.cli.options import ModelChoice, model_options, sampling_options, take_models, take_sampling
 from localspec.cli.progress import bar
 from localspec.data import hf, library, plan
 from localspec.data.conversations import Conversation, read_conversations, unique
+from localspec.data.endpoints import Endpoint
 from localspec.data.extract import extract
-from localspec.data.generate import Generator, make_jobs, measure_rate
+from localspec.data.generate import Generator, measure_rate
+from localspec.data.jobs import Jobs
 from localspec.data.mask import Renderer
+from localspec.data.remote import RemoteGenerator, connect
 from localspec.data.selfmade import self_made
 from localspec.data.shards import Manifest, Sample
 from localspec.data.states import PRECISIONS
@@ -85,17 +90,24 @@ def _shard_options(function: Callable[..., None]) -> Callable[..., None]:
               help="Stop at so many tokens in all; 0: when every prompt is answered.")
 @click.option("-np", "--parallel", type=click.IntRange(1), default=32, show_default=True, metavar="N",
               help="Answers written at once.")
+@click.option("--endpoint", "endpoints", multiple=True, metavar="URL",
+              help="Let this server (localspec serve, llama-server) write the answers; the states are still read here. May "
+                   "be given several times; --parallel is then the number of requests to each.")
+@click.option("--endpoint-key", metavar="KEY", help="Its API key.  [default: $LOCALSPEC_ENDPOINT_KEY, else none]")
+@click.option("--endpoint-timeout", type=click.FloatRange(1, 86400), default=600.0, show_default=True, metavar="S",
+              help="Seconds in which an answer must have come.")
 @click.option("--stats", is_flag=True, help="Only say what is there, and show a sample with its mask in colour.")
 @sampling_options(temperature=0.7)
 def data_cmd(
     output: str, prompts: tuple[str, ...], raw: bool, taps: tuple[int, ...] | None, states: str, teacher_k: int,
     shard_tokens: int, thinking: str, n_self: int, n_answers: int, greedy_first: bool, max_tokens: int, n_tokens: int,
-    parallel: int, stats: bool, **options: Any,
+    parallel: int, endpoints: tuple[str, ...], endpoint_key: str | None, endpoint_timeout: float, stats: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Let the target answer prompts, and keep what it thought.
 
     Writes shards of tokens, hidden states and likeliest tokens, which localspec train reads. Stopped or killed at any
-    moment, the same command goes on where it was.
+    moment, the same command goes on where it was. With --endpoint other machines write, and this one only reads.
     """
     choice, sampling = take_models(options), take_sampling(options)
     folder = Path(output)
@@ -106,30 +118,39 @@ def data_cmd(
         return
     if not prompts and not n_self:
         raise UsageError("nothing to answer: give --prompts FILE, or --self N for prompts that the target invents")
+    named = _endpoints(endpoints, endpoint_key, endpoint_timeout)
     given = _read(prompts, raw)
     path = target_path(choice)
     settings = {"max_tokens": max_tokens, "thinking": thinking, **asdict(sampling)}
     writer, session_settings = _writer(folder, path, choice, taps, states, teacher_k, shard_tokens, settings)
     with Interrupt() as stopped:
-        model, session = open_target(replace(choice, session=session_settings), path, parallel)
+        # Whoever lets others write reads one answer after another.
+        n_sequences = 1 if named and not n_self else parallel
+        model, session = open_target(replace(choice, session=session_settings), path, n_sequences)
         try:
+            servers = connect(named, model, session.n_ctx, say)
             if n_self:
                 with bar("prompts", n_self) as advance:
                     given += self_made(session, folder, n_self, sampling.seed, stopped, lambda n: advance(""))
                 stopped.check()
-            groups = make_jobs(unique(given, "the prompts", whole=False), n_answers, sampling, greedy_first, writer.done)
-            generator = Generator(session, max_tokens, teacher_k, thinking == "keep")
-            expected = plan.plan(groups, Renderer(model), writer.manifest, max_tokens, n_tokens)
+            jobs = Jobs(unique(given, "the prompts", whole=False), n_answers, sampling, greedy_first, writer.done)
+            generator: Generator | RemoteGenerator
+            if servers:
+                generator = RemoteGenerator(session, servers, parallel, max_tokens, teacher_k, thinking == "keep", say)
+            else:
+                generator = Generator(session, max_tokens, teacher_k, thinking == "keep")
+            expected = plan.plan(jobs, Renderer(model), writer.manifest, max_tokens, n_tokens)
             plan.check_disk(folder, expected.n_bytes)
             if expected.n_tokens:
-                _say_plan(expected, measure_rate(session), parallel)
-                samples = _limited(generator.run(groups, stopped), writer, n_tokens)
+                if servers:
+                    _say_remote_plan(expected, len(servers), parallel)
+                else:
+                    _say_plan(expected, measure_rate(session), parallel)
+                samples = _limited(generator.run(jobs, stopped), writer, n_tokens)
                 progress = generator.progress
                 _keep(samples, writer, expected, lambda n: progress.n_written / expected.n_answered,
                       lambda: f"{progress.rate:.0f} tok/s")  # fmt: skip
-            if generator.progress.n_skipped:
-                say(f"{generator.progress.n_skipped} prompts left out: too long for the context, or nothing in the answer "
-                    "counts")  # fmt: skip
+            _say_left_out(generator)
         finally:
             session.close()
             model.close()
@@ -218,6 +239,34 @@ def _say_plan(expected: plan.Plan, rate: float, parallel: int) -> None:
     seconds = (expected.n_answered + 0.5 * (expected.n_tokens - expected.n_answered)) / rate
     say(f"{expected.n_answers} answers to come: about {expected.n_tokens:,} tokens, {expected.n_bytes / 1e6:.0f} MB and "
         f"{_duration(seconds)} ({parallel} at once: {rate:.0f} tok/s)")  # fmt: skip
+
+
+def _say_remote_plan(expected: plan.Plan, n_servers: int, parallel: int) -> None:
+    say(f"{expected.n_answers} answers to come: about {expected.n_tokens:,} tokens, {expected.n_bytes / 1e6:.0f} MB, "
+        f"written by {counted(n_servers, 'endpoint')}, {parallel} at once each")  # fmt: skip
+
+
+def _say_left_out(generator: Generator | RemoteGenerator) -> None:
+    n = generator.progress.n_skipped
+    if n:
+        say(f"{n} prompts left out: too long for the context, or nothing in the answer counts")
+    if isinstance(generator, RemoteGenerator):
+        if generator.n_differ:
+            say(f"{generator.n_differ} answers left out: their text gives other tokens than the endpoint counted")
+        if generator.n_refused:
+            say(f"{generator.n_refused} prompts left out: the endpoints refused them ({generator.first_refusal})")
+
+
+def _endpoints(urls: Sequence[str], key: str | None, timeout: float) -> list[Endpoint]:
+    """What is named, each once. Raises UsageError for what is no URL or no key."""
+    if key is not None and not urls:
+        raise UsageError("--endpoint-key is for --endpoint URL")
+    if key is not None and not key.strip():
+        raise UsageError("--endpoint-key '': no key given (an unset variable?); give a key, or leave --endpoint-key out")
+    key = (key or os.environ.get("LOCALSPEC_ENDPOINT_KEY", "")).strip() or None
+    if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
+        raise UsageError("--endpoint-key: a key has visible ASCII characters only")
+    return [Endpoint(url, key, timeout) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
 
 
 def _duration(seconds: float) -> str:

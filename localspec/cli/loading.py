@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from localspec import native, profile
+from localspec import native, profile, rpc
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
@@ -113,6 +113,8 @@ def open_target(
 ) -> tuple[Model, TargetSession]:
     """Load the target from `path` and make its context, with the kernels that were asked for, and reading the hidden states
     that `drafter` needs."""
+    if choice.rpc:
+        rpc.use(choice.rpc)
     if choice.n_gpu_layers != 0 and not native.has_gpu():
         say("this build of llama.cpp has no GPU: --n-gpu-layers is without effect")
     reason = native.use_kernels(choice.kernels, choice.n_gpu_layers)
@@ -211,7 +213,8 @@ def profile_key(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: 
     """Under what the costs of `target` are kept, with the kernels in use or those named; None where its file has gone."""
     layers = choice.n_gpu_layers if native.has_gpu() else 0
     with contextlib.suppress(OSError):
-        return profile.Key.of(target, kernels or native.kernels_in_use(), n_threads, layers)
+        where = "-".join(("rpc", *choice.rpc)) if choice.rpc else ""
+        return profile.Key.of(target, where or kernels or native.kernels_in_use(), n_threads, layers)
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
-from localspec import gbnf, native
+from localspec import gbnf, native, rpc
 from localspec.accept import Sampling
 from localspec.cli.help import option
 from localspec.control import ADAPTIVE_N_MAX, DEFAULT_N_MAX
@@ -31,7 +31,9 @@ def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-def _layers(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+def _layers(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
     if value in ("all", "auto"):
         return -1
     try:
@@ -47,8 +49,11 @@ model_options = _stack(
            help="Context in tokens; 0: at most 4096."),
     option("Machine", "-t", "--threads", "n_threads", type=int, default=0, metavar="N",
            help="CPU threads; 0: one per core."),
-    option("Machine", "-ngl", "--n-gpu-layers", "n_gpu_layers", default="0", callback=_layers, metavar="N|all",
-           help="Layers on the GPU."),
+    option("Machine", "-ngl", "--n-gpu-layers", "n_gpu_layers", callback=_layers, metavar="N|all",
+           help="Layers on the GPU.  [default: 0]"),
+    option("Machine", "--rpc", "rpc", metavar="HOST:PORT,...",
+           help="Compute the target's layers on other machines, each running llama.cpp's rpc-server: all layers unless "
+                "--n-gpu-layers says how many. The protocol has no key: trusted networks only."),
     option("Context", "-fa", "--flash-attn", "flash_attention", default="auto", metavar="on|off|auto",
            help="Flash attention."),
     option("Context", "-ctk", "--cache-type-k", "type_k", default="f16", metavar="TYPE",
@@ -123,6 +128,7 @@ class ModelChoice:
     n_gpu_layers: int
     use_mmap: bool = True
     kernels: str = "auto"
+    rpc: tuple[str, ...] = ()
     draft: str | None = None
     hfd: str | None = None
     n_gpu_layers_draft: int = 0
@@ -139,6 +145,7 @@ def take_models(options: dict[str, Any]) -> ModelChoice:
     session = SessionSettings(
         **{name: options.pop(name) for name in ("n_ctx", "n_threads", "type_k", "type_v", "flash_attention")}
     )
+    _take_rpc(options)
     names = [name for name in ModelChoice.__dataclass_fields__ if name != "session" and name in options]
     if options.get("n_max", 0) is None:
         options["n_max"] = ADAPTIVE_N_MAX if options["adapt"] else DEFAULT_N_MAX
@@ -157,6 +164,18 @@ def take_models(options: dict[str, Any]) -> ModelChoice:
             f"--draft names the draft model here; for {choice.draft} drafted tokens use --spec-draft-n-max {choice.draft}"
         )
     return choice
+
+
+def _take_rpc(options: dict[str, Any]) -> None:
+    """Resolve `rpc` and `n_gpu_layers` within `options`: layers go where they were sent, or nowhere."""
+    options["rpc"] = rpc.parse(options["rpc"]) if options.get("rpc") is not None else ()
+    if options["rpc"]:
+        if options["kernels"] == "localspec":
+            raise UsageError("--kernels localspec serves this machine's CPU: leave it out, or --rpc")
+        if options["n_gpu_layers"] == 0:
+            raise UsageError("--rpc computes layers elsewhere, and --n-gpu-layers 0 none: leave one of them out")
+    if options["n_gpu_layers"] is None:
+        options["n_gpu_layers"] = -1 if options["rpc"] else 0
 
 
 def take_sampling(options: dict[str, Any]) -> Sampling:

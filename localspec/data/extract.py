@@ -40,10 +40,11 @@ def extract(
                 raise UsageError(f"{conversation.where}: nothing but thinking in it (an empty mask): use --thinking keep")
             if stopped():
                 return
-            yield _read(session, masked, mask, teacher_k, conversation.source), key + (f".{number}" if number else "")
+            yield read_states(session, masked, mask, teacher_k, conversation.source), key + (f".{number}" if number else "")
 
 
-def _read(session: TargetSession, masked: Masked, mask: np.ndarray, teacher_k: int, source: str) -> Sample:
+def read_states(session: TargetSession, masked: Masked, mask: np.ndarray, teacher_k: int, source: str) -> Sample:
+    """Tokens, of which at least one counts, as a sample: computed in sequence 0, whose cache is given up."""
     n = len(masked.tokens)
     wanted = np.flatnonzero(mask) - 1
     taps = np.zeros((n, len(session.settings.taps), session.model.n_embd), np.float32)

@@ -11,33 +11,22 @@ would be won by putting it into a step of the others.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from localspec.accept import Sampling, draw
-from localspec.data.conversations import Conversation, Message
-from localspec.data.mask import Masked, Renderer
+from localspec.accept import draw
+from localspec.data.dialogue import Dialogue
+from localspec.data.jobs import Job
+from localspec.data.mask import Renderer
 from localspec.data.shards import Sample
 from localspec.errors import ContextFullError, UsageError
 from localspec.target import TargetSession
 from localspec.topk import top_k
 
 _NO_HISTORY = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One conversation to be answered once. `key` is unique; it also keys the random numbers, so that an answer does not
-    depend on what else is being written."""
-
-    conversation: Conversation
-    sampling: Sampling
-    key: str
 
 
 @dataclass(slots=True)
@@ -55,37 +44,6 @@ class Progress:
     def rate(self) -> float:
         """Tokens of the assistant's per second."""
         return self.n_written / max(1e-9, time.perf_counter() - self.began)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A conversation in work: its tokens so far, the last one not in the cache yet."""
-
-    job: Job
-    said: list[Message]
-    asked: deque[Message]  # what the user will say next
-    text: str  # what the tokens say, up to the open answer
-    tokens: list[int]
-    spans: list[tuple[int, int]]  # of the assistant's tokens, the last one open
-    number: int = 0  # of the sample, where a conversation gives several
-    random_key: int = 0
-
-
-def make_jobs(
-    conversations: Iterable[Conversation], n_answers: int, sampling: Sampling, greedy_first: bool, done: set[str]
-) -> list[list[Job]]:
-    """Groups of jobs for one slot each, in random but fixed order: first one answer to every prompt, then the others, all
-    those to a prompt one after another. `done`: keys that are there already."""
-    order = sorted(conversations, key=lambda c: hashlib.sha256(c.key().encode() + b"order").digest())
-    cold = Sampling(temperature=0.0, seed=sampling.seed)
-
-    def job(conversation: Conversation, number: int) -> Job:
-        return Job(conversation, cold if greedy_first and number == 0 else sampling, f"{conversation.key()}#{number}")
-
-    groups = [[job(c, 0)] for c in order] + [[job(c, i) for i in range(1, n_answers)] for c in order]
-    finished = {key.partition(".")[0] for key in done}
-    left = [[j for j in group if j.key not in finished] for group in groups]
-    return [group for group in left if group]
 
 
 class Generator:
@@ -119,16 +77,18 @@ class Generator:
         self._ids = np.empty((n_slots, n_ctx, teacher_k), np.int32)
         self._logits = np.empty((n_slots, n_ctx, teacher_k), np.float32)
         self._lse = np.empty((n_slots, n_ctx), np.float32)
-        self._slots: list[_Slot | None] = [None] * n_slots
+        self._slots: list[Dialogue | None] = [None] * n_slots
+        self._queues: list[Iterator[Job]] = [iter(()) for _ in range(n_slots)]
 
-    def run(self, groups: Iterable[list[Job]], stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[Sample, str]]:
+    def run(
+        self, groups: Iterable[Iterable[Job]], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Sample, str]]:
         """(sample, key) of every conversation as it ends. `stopped` is asked before every step; what is begun is lost."""
-        waiting: Iterator[list[Job]] = iter(groups)
-        queues: list[deque[Job]] = [deque() for _ in self._slots]
+        waiting = iter(groups)
         while True:
             for number, slot in enumerate(self._slots):
                 if slot is None:
-                    self._refill(number, queues[number], waiting, stopped)
+                    self._refill(number, waiting, stopped)
             if stopped() or not any(self._slots):
                 return
             for number in self._step():
@@ -136,20 +96,18 @@ class Generator:
 
     # -- taking up ---------------------------------------------------------------------------------------------------------
 
-    def _refill(self, number: int, queue: deque[Job], waiting: Iterator[list[Job]], stopped: Callable[[], bool]) -> None:
+    def _refill(self, number: int, waiting: Iterator[Iterable[Job]], stopped: Callable[[], bool]) -> None:
         while self._slots[number] is None and not stopped():
-            if not queue:
-                queue.extend(next(waiting, []))
-            if not queue:
+            job = next(self._queues[number], None)
+            if job is not None:
+                self._begin(number, Dialogue.of(job, self._renderer))
+                continue
+            group = next(waiting, None)
+            if group is None:
                 return
-            job = queue.popleft()
-            said, asked = _opening(job.conversation)
-            key = int.from_bytes(hashlib.sha256(job.key.encode()).digest()[:8], "little")
-            text = self._renderer.text(said, job.conversation, True)
-            tokens = self._renderer.tokens(text, job.conversation)
-            self._begin(number, _Slot(job, said, asked, text, tokens, [], random_key=key))
+            self._queues[number] = iter(group)
 
-    def _begin(self, number: int, slot: _Slot) -> None:
+    def _begin(self, number: int, slot: Dialogue) -> None:
         """Compute a prompt; its last token is the pending one. Too long a prompt is left out."""
         n = len(slot.tokens)
         if n < 1 or n + 1 > self.session.n_ctx:
@@ -161,7 +119,7 @@ class Generator:
             self._taps[number, start : start + len(rows)] = rows
 
         self.progress.n_prompt += self.session.prefill(number, slot.tokens[:-1], tapped=keep)
-        slot.spans.append((n, n))
+        slot.begin()
         self._slots[number] = slot
 
     # -- a step ------------------------------------------------------------------------------------------------------------
@@ -177,7 +135,7 @@ class Generator:
         tokens = tops.ids[:, 0]
         if not all(s.greedy and not s.needs_history for s in samplings):
             histories = [np.array(s.tokens, np.int32) if s.job.sampling.needs_history else _NO_HISTORY for s in slots]
-            tokens = draw(rows.logits, [s.random_key for s in slots], [p + 1 for p in at], samplings, histories).tokens
+            tokens = draw(rows.logits, [s.job.random_key for s in slots], [p + 1 for p in at], samplings, histories).tokens
         if rows.taps is not None:
             self._taps[numbers, at] = rows.taps
         self._ids[numbers, at], self._logits[numbers, at], self._lse[numbers, at] = tops.ids, tops.logits, tops.lse
@@ -185,10 +143,8 @@ class Generator:
         over = []
         for number, slot, token, end in zip(numbers, slots, tokens.tolist(), ends):
             slot.tokens.append(token)
-            start = slot.spans[-1][0]
-            n = len(slot.tokens)
-            if end or n - start >= self.max_tokens or n >= self.session.n_ctx:
-                slot.spans[-1] = (start, n)
+            if end or slot.n_answered >= self.max_tokens or len(slot.tokens) >= self.session.n_ctx:
+                slot.end()
                 over.append(number)
         self.progress.n_written += len(slots)
         return over
@@ -198,38 +154,17 @@ class Generator:
         slot = self._slots[number]
         if slot is None:
             return
-        start, n = slot.spans[-1]
-        whole = bool(self._tokenizer.eog[slot.tokens[-1]])
-        if not slot.asked or not whole:
+        whole, following = slot.follow(self._renderer, self.session.n_ctx)
+        if whole:
             yield from self._give(number, slot)
-            self._slots[number] = None
-            return
-        answer = slot.tokens[start:n]
-        said = [*slot.said, Message("assistant", self._tokenizer.decode(answer[:-1]))]
-        while slot.asked:
-            said.append(slot.asked.popleft())
-            if said[-1].role == "user":
-                break
-        conversation = slot.job.conversation
-        shown = slot.text + self._tokenizer.decode(answer, special=True)
-        text = self._renderer.text(said, conversation, True)
-        if text.startswith(shown):
-            following = self._renderer.tokens(text[len(shown) :], conversation, first=False)
-            if n + len(following) + 1 > self.session.n_ctx:
-                yield from self._give(number, slot)
-                self._slots[number] = None
-                return
-            slot.said, slot.text, slot.tokens = said, text, slot.tokens + following
-        else:  # the template shows its past otherwise (thinking left out, spaces trimmed): a sample of its own
-            yield from self._give(number, slot)
-            tokens = self._renderer.tokens(text, conversation)
-            slot = _Slot(slot.job, said, slot.asked, text, tokens, [], slot.number + 1, slot.random_key)
-        self._begin(number, slot)
+        self._slots[number] = None
+        if following is not None:
+            self._begin(number, following)
 
-    def _give(self, number: int, slot: _Slot) -> Iterator[tuple[Sample, str]]:
+    def _give(self, number: int, slot: Dialogue) -> Iterator[tuple[Sample, str]]:
         n = len(slot.tokens)
         tokens = np.array(slot.tokens, np.int32)
-        mask = Masked(slot.tokens, slot.spans).mask(self._tokenizer, self.keep_thinking)
+        mask = slot.masked.mask(self._tokenizer, self.keep_thinking)
         rows = np.flatnonzero(mask) - 1
         if not len(rows):
             self.progress.n_skipped += 1
@@ -242,18 +177,7 @@ class Generator:
         )  # fmt: skip
         self.progress.n_samples += 1
         self.progress.n_tokens += n
-        yield sample, slot.job.key + (f".{slot.number}" if slot.number else "")
-
-
-def _opening(conversation: Conversation) -> tuple[list[Message], deque[Message]]:
-    """(what is said before the first answer, what is left to be said)."""
-    asked = deque(conversation.asked)
-    said: list[Message] = []
-    while asked:
-        said.append(asked.popleft())
-        if said[-1].role == "user":
-            break
-    return said, asked
+        yield sample, slot.key
 
 
 def measure_rate(session: TargetSession, n_steps: int = 3) -> float:

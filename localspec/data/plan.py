@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.data import states as codec
-from localspec.data.generate import Job
+from localspec.data.jobs import Jobs
 from localspec.data.mask import Renderer
 from localspec.data.shards import Manifest
 from localspec.errors import UsageError
@@ -30,13 +29,13 @@ class Plan:
     seconds: float = 0.0
 
 
-def plan(groups: Sequence[Sequence[Job]], renderer: Renderer, manifest: Manifest, max_tokens: int, n_tokens: int) -> Plan:
+def plan(jobs: Jobs, renderer: Renderer, manifest: Manifest, max_tokens: int, n_tokens: int) -> Plan:
     """By the prompts' lengths and those of the answers that are there already. `n_tokens`: stop at so many, 0: never."""
-    n_answers = sum(map(len, groups))
+    n_answers = jobs.n_left
     if not n_answers:
         return Plan(0, 0, 0, 0)
-    firsts = [group[0].conversation for group in groups]
-    seen = firsts[:: max(1, len(firsts) // _LOOKED_AT)]
+    wanting = jobs.open()
+    seen = wanting[:: max(1, len(wanting) // _LOOKED_AT)]
     prompt = sum(len(renderer.tokens(renderer.text(c.asked, c, True), c)) for c in seen) / len(seen)
     turns = sum(sum(m.role == "user" for m in c.messages) for c in seen) / len(seen)
     answer = manifest.n_masked / manifest.n_samples if manifest.n_samples else min(max_tokens, _USUAL_ANSWER) * turns

@@ -69,13 +69,17 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
 
-    def whole(self, text: str, tokens: Sequence[Piece], stop: str, stats: Stats) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+    def whole(
+        self, text: str, tokens: Sequence[Piece], stop: str, stats: Stats, ids: list[int] | None = None
+    ) -> dict[str, Any]:
+        """The answer to a request without `stream`; `ids`: of all tokens written, where they are asked for."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(stop), "logprobs": self._logprobs(tokens)}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
+        if ids is not None:
+            choice["tokens"] = ids
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 

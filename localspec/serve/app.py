@@ -60,8 +60,10 @@ class Served:
     limits: Limits = field(default_factory=Limits)
     created: int = field(default_factory=lambda: int(time.time()))
     template: Template = field(init=False)
+    tokenizer_hash: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tokenizer_hash = self.model.gguf.tokenizer_hash()
         self.template = ChatTemplate.of(self.model) or PlainTranscript(self.model.tokenizer)
 
     def encode(self, order: Order) -> EngineRequest:
@@ -160,7 +162,10 @@ class _Api:
 
     def _model(self) -> dict[str, Any]:
         served = self._served
-        meta = {"n_ctx": served.n_ctx, "n_ctx_train": served.model.n_ctx_train, "n_vocab": served.model.n_vocab}
+        meta = {
+            "n_ctx": served.n_ctx, "n_ctx_train": served.model.n_ctx_train, "n_vocab": served.model.n_vocab,
+            "tokenizer_hash": served.tokenizer_hash,
+        }  # fmt: skip
         return {"id": served.name, "object": "model", "created": served.created, "owned_by": "localspec", "meta": meta}
 
     async def chat(self, request: Request) -> Response:
@@ -175,7 +180,7 @@ class _Api:
         order = (take_chat if chat else take_completion)(body, served.name, served.defaults)
         engine_request = await asyncio.to_thread(served.encode, order)
         outbox = Outbox(served.limits.unread_chars if order.stream else None)
-        job = Job(engine_request, outbox.deliver)
+        job = Job(engine_request, outbox.deliver, [] if order.return_tokens else None)
         try:
             self._worker.submit(job)
         except QueueFullError as error:
@@ -196,7 +201,8 @@ class _Api:
             collecting.cancel()
             gone.cancel()
             self._worker.cancel(job)  # without effect where it has ended
-        return _json(answer.whole(text, tokens, done.stop, done.stats))
+        ids = list(done.tokens) if order.return_tokens else None
+        return _json(answer.whole(text, tokens, done.stop, done.stats, ids))
 
 
 class _Stream(Response):

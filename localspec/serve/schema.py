@@ -99,6 +99,7 @@ class Order:
     include_usage: bool
     n_probs: int | None  # of the likeliest tokens to name at each position; None: no probabilities
     form: Form | None = None
+    return_tokens: bool = False  # the ids of the answer's tokens, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,13 @@ def take_chat(body: Any, model: str, defaults: Defaults) -> Order:
 
 def take_completion(body: Any, model: str, defaults: Defaults) -> Order:
     """Check the body of /v1/completions. Raises ApiError."""
-    body = _fields(body, model, _COMMON | {"prompt", "logprobs"})
+    body = _fields(body, model, _COMMON | {"prompt", "logprobs", "return_tokens"})
     n_probs = _whole(body, "logprobs", 0, MAX_PROBS) if body.get("logprobs", False) is not False else None
-    return _order(body, _prompt(body.get("prompt")), "max_tokens", defaults, n_probs)
+    order = _order(body, _prompt(body.get("prompt")), "max_tokens", defaults, n_probs)
+    return_tokens = _boolean(body, "return_tokens")
+    if return_tokens and order.stream:
+        raise bad("return_tokens is for stream=false only", "return_tokens")
+    return replace(order, return_tokens=return_tokens)
 
 
 def _fields(body: Any, model: str, known: set[str]) -> dict[str, Any]:
@@ -165,7 +170,8 @@ def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults, n_
         max_tokens = defaults.max_tokens if max_tokens is None else min(max_tokens, defaults.max_tokens)
     include_usage = _boolean(options, "include_usage")
     sampling, stops = _sampling(body, defaults), _stops(body.get("stop"))
-    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs, _form(body))
+    ids = _boolean(body, "return_tokens")
+    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs, _form(body), ids)
 
 
 def _form(body: dict[str, Any]) -> Form | None:

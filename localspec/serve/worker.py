@@ -52,10 +52,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a job. `stop` is the engine's: eog, length, stop-string or context."""
+    """The end of a job. `stop` is the engine's: eog, length, stop-string or context. `tokens`: all that were written, with
+    the one that ended the text, where the job asks for them."""
 
     stop: str
     stats: Stats
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Job:
 
     request: Request
     deliver: Callable[[Event], None]
+    written: list[int] | None = None  # the tokens, where they are asked for
     cancelled: bool = False
     aligned: Aligned | None = None  # where probabilities are asked for
 
@@ -279,11 +282,13 @@ class Worker:
         tokens = () if job.aligned is None else tuple(job.aligned.take(step.pieces, text, step.stop))
         if (text or tokens) and not job.cancelled:
             job.deliver(Text(text, tokens))
+        if job.written is not None:
+            job.written += [piece.token for piece in step.pieces if piece.token >= 0]
         if step.stop == "grammar":
             self._end(step.slot, "n_failed")
             job.deliver(Failed("request", DEAD_END))
         elif step.stop is not None:
-            job.deliver(Done(step.stop, self._end(step.slot, "n_done")))
+            job.deliver(Done(step.stop, self._end(step.slot, "n_done"), tuple(job.written or ())))
 
     def _end(self, slot: int, counter: str) -> Stats:
         """Let go of a slot and count what became of its job."""

@@ -155,14 +155,15 @@ def _write(target: Path, settings: LiveSettings, taps: tuple[int, ...], out: Any
     """The child: write until every prompt is answered, then None; an error is sent as its text."""
     from localspec.accept import Sampling
     from localspec.data.conversations import read_conversations, unique
-    from localspec.data.generate import Generator, make_jobs
+    from localspec.data.generate import Generator
+    from localspec.data.jobs import Jobs
     from localspec.model import Model
     from localspec.target import SessionSettings, TargetSession
 
     try:
         native.use_kernels(settings.kernels, 0)
         given = unique([c for path in settings.prompts for c in read_conversations(path)], "the prompts")
-        groups = make_jobs(given, settings.answers, Sampling(temperature=settings.temperature), True, set())
+        groups = Jobs(given, settings.answers, Sampling(temperature=settings.temperature), True, set())
         with Model(target) as model:
             shape = SessionSettings(
                 n_ctx=settings.n_ctx, n_sequences=settings.parallel, n_threads=settings.n_threads, taps=taps
