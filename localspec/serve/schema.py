@@ -170,8 +170,7 @@ def _order(body: dict[str, Any], prompt: Any, limit: str, defaults: Defaults, n_
         max_tokens = defaults.max_tokens if max_tokens is None else min(max_tokens, defaults.max_tokens)
     include_usage = _boolean(options, "include_usage")
     sampling, stops = _sampling(body, defaults), _stops(body.get("stop"))
-    ids = _boolean(body, "return_tokens")
-    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs, _form(body), ids)
+    return Order(prompt, sampling, max_tokens, stops, stream, include_usage, n_probs, _form(body))
 
 
 def _form(body: dict[str, Any]) -> Form | None:
