@@ -8,6 +8,8 @@ NATIVE := $(shell find native CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 
 # For training; TORCH=torch takes the newest. This one exists as a build for the CPU alone where an index has such builds.
 TORCH  ?= torch==2.13.0
+# Test processes: files of tests are shared out among them.
+JOBS   ?= 2
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, then write the same function again with type hints.
 N      ?= 200
 # For demo-draft: more prompts (JSONL), where data and checkpoints stay between runs, how many tokens of answers to prompts and in
@@ -67,7 +69,7 @@ demo-draft: $(VENV)/.installed-train ## make the default model's draft again: ho
 	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0
 
 test: $(VENV)/.installed-test ## install what the tests need and run them all
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-lint ## ruff and mypy (which reads the types of torch and Starlette)
 	$(BIN)/ruff check .

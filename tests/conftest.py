@@ -18,11 +18,19 @@ from typing import Any
 
 import pytest
 
+# Several workers (pytest -n) have CPUs of their own, and so have the commands that they start: decodes whose threads share
+# a CPU with another's wait at every barrier. Before anything asks which CPUs there are.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _WORKER and hasattr(os, "sched_setaffinity"):
+    _cpus = sorted(os.sched_getaffinity(0))
+    _own = _cpus[int(_WORKER.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, _own or _cpus)
+
 # Before anything imports huggingface_hub, which reads its settings once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from localspec import native
-from tests import models
+from localspec import native  # noqa: E402
+from tests import models  # noqa: E402
 
 # Started in the background of a script, we inherit an ignored SIGINT, and so would every command under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
