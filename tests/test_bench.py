@@ -100,7 +100,7 @@ def test_bench_without_a_drafter_says_so(cli: Any, smollm2: Path) -> None:
 def test_curve(cli: Any, smollm2: Path) -> None:
     done = cli("curve", "-m", str(smollm2), "--rounds", "1")
     assert done.rc == 0, done.stderr
-    title = r"SmolLM2-135M-Instruct\.Q4_1, \d+ threads, 128 tokens of context"
+    title = r"SmolLM2-135M-Instruct\.Q4_1, \d+ threads?, 128 tokens of context"
     assert re.fullmatch(title, done.stdout.splitlines()[0]), "on one line, though the table is narrower"
     result = last_json(done.stdout)
     assert result["n"] == [*range(1, 17), 32]
