@@ -46,10 +46,10 @@ def test_a_machine_where_nothing_can_be_won_is_warned_of() -> None:
     assert [w.split(":")[0] for w in found.warnings] == ["a gain is unlikely here"]
 
 
-def test_a_target_that_cannot_go_back_or_be_tapped_is_warned_of(tmp_path: Path) -> None:
+def test_a_target_whose_refusals_cost_more_or_that_cannot_be_tapped_is_warned_of(tmp_path: Path) -> None:
     found = Findings()
     about_target(GGUFFile.open(gguf_maker.tiny_mamba(tmp_path / "m.gguf")), None, found)
-    assert "can't be cut back" in found.warnings[0]
+    assert "refused drafts cost more" in found.warnings[0]
     found = Findings()
     about_target(GGUFFile.open(gguf_maker.tiny_gemma3(tmp_path / "g.gguf")), (1, 2, 99), found)
     assert "tap 99 does not exist" in found.warnings[0]
