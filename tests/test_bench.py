@@ -87,7 +87,7 @@ def test_bench(cli: Any, smollm2: Path) -> None:
     assert result["plain"]["tok_per_s"] > 0
     assert result["speedup"] == pytest.approx(result["spec"]["tok_per_s"] / result["plain"]["tok_per_s"])
     assert result["settings"]["temperature"] == 0
-    assert result["settings"]["spec_type"] == "eagle3"
+    assert result["settings"]["spec_type"] == "ngram,eagle3"
     assert "\x1b" not in done.stdout
 
 

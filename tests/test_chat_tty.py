@@ -186,7 +186,7 @@ def test_piped_input(cli: Cli, default_cache: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert done.stderr.count("tok/s") == 2
     assert "using the default model" in done.stderr
-    assert "drafting is off (drafter eagle3)" in done.stdout
+    assert "drafting is off (drafter ngram,eagle3)" in done.stdout
     assert "localspec: unknown command /nonsense" in done.stderr
     assert "2 exchanges" in done.stdout
     assert "Traceback" not in done.stderr

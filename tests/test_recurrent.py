@@ -151,12 +151,12 @@ def test_a_state_that_did_not_go_back_would_show(models: Callable[[str], Model],
     plain, _ = write(model, None, SAMPLED)
     with TargetSession(model, SessionSettings(128, n_threads=1)) as session:
         assert session.can_roll_back
-    save = snapshot.RecurrentStates._save
+    save, share = snapshot.RecurrentStates._save, 0.5
 
     def spoil(self: snapshot.RecurrentStates, seq: int) -> None:
         save(self, seq)
-        half = self._size[seq] // 2
-        ctypes.memset(ctypes.byref(self._data[seq], half), 0, self._size[seq] - half)
+        most = int(self._size[seq] * share)
+        ctypes.memset(ctypes.byref(self._data[seq], most), 0, self._size[seq] - most)
 
     monkeypatch.setattr(snapshot.RecurrentStates, "_save", spoil)
     with TargetSession(model, SessionSettings(128, n_threads=1)) as session:
@@ -164,6 +164,8 @@ def test_a_state_that_did_not_go_back_would_show(models: Callable[[str], Model],
         with pytest.raises(UsageError, match="memory of this mamba model can't be rolled back"):
             Engine(session, Knowing(plain, model.n_vocab))
     monkeypatch.setattr(TargetSession, "can_roll_back", True)
+    assert write(model, plain, SAMPLED)[0] == plain  # llama.cpp refused such a state, so all was read again
+    share = 0.75  # numbers of the last layer only: llama.cpp takes them
     assert write(model, plain, SAMPLED)[0] != plain
 
 

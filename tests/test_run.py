@@ -137,8 +137,9 @@ def test_a_model_with_a_recurrent_state_says_the_same_with_drafts(cli: Any, tmp_
     path = tmp_path / "mamba.gguf"
     tiny_mamba(path)
     said = []
+    common = ["run", "-m", str(path), "--raw", "-p", "ababababab", "-n", "9", "--no-spec-adapt", "--json"]
     for kind in ("none", "ngram"):
-        done = cli("run", "-m", str(path), "--raw", "-p", "ababababab", "-n", "9", "--spec-type", kind, "--no-spec-adapt", "--json")
+        done = cli(*common, "--spec-type", kind)
         assert done.rc == 0, done.stderr
         said.append(json.loads(done.stdout))
     assert said[0]["ids"] == said[1]["ids"]

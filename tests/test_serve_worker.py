@@ -154,7 +154,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(
 
 def test_a_job_cancelled_while_its_prompt_is_read(model: Model, engine: Engine, started: Callable[..., Worker]) -> None:
     worker = started(engine)
-    first, prompt = Client([5, 6, 7], 7000), [(7 * i) % 200 + 5 for i in range(6000)]
+    first, prompt = Client([5], 8000), [(7 * i) % 200 + 5 for i in range(6000)]
     worker.submit(first.job)
     assert isinstance(first.events.get(timeout=60), Text)
     second = Client(prompt, 4)

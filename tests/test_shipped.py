@@ -44,7 +44,7 @@ def test_other_models_have_none(gemma3: Path, tmp_path: Path, smollm2: Path, mon
 def test_the_default_model_drafts_with_it_and_writes_the_same_text(cli: Any, smollm2: Path) -> None:
     drafted = cli("run", "-m", smollm2, *PROMPT)
     drafted = json.loads(drafted.stdout)
-    assert drafted["drafter"] == "eagle3"
+    assert drafted["drafter"] == "ngram,eagle3"
     assert Path(drafted["draft"]).parent == FOLDER
     assert drafted["n_accepted"] > 10
     plain = cli("run", "-m", smollm2, *PROMPT, "--spec-type", "none")

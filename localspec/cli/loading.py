@@ -133,7 +133,7 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     """What --spec-type comes to. Raises PairingError for a draft or type that has no drafter, UsageError where the type
     and --draft contradict each other: before any model is loaded."""
     if choice.spec_type == "auto":
-        return drafter_for(GGUFFile.open(draft, "draft")) if draft else "ngram"
+        return _with_ngram(drafter_for(GGUFFile.open(draft, "draft")), choice) if draft else "ngram"
     parts = [LLAMA_CPP_NAMES.get(part, part) for part in choice.spec_type.split(",")]
     if len(parts) > 1 and all(part in names() for part in parts):
         parts = list(split(",".join(parts)))
@@ -148,6 +148,12 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     return name
 
 
+def _with_ngram(name: str, choice: ModelChoice) -> str:
+    """The drafter `name`, asked where looking back finds nothing that is likelier to be kept: looking costs nothing, and
+    code and answers about a text repeat much. Alone where it is to draft trees, which only it can."""
+    return name if choice.trees != "off" else f"ngram,{name}"
+
+
 def open_engine(choice: ModelChoice, n_sequences: int = 1) -> Loaded:
     """Load the pair, for `n_sequences` texts at once. Where the target can't be drafted for, says so and goes on plainly.
 
@@ -160,7 +166,7 @@ def open_engine(choice: ModelChoice, n_sequences: int = 1) -> Loaded:
     if choice.spec_type == "auto" and draft is None and choice.n_max > 0:
         gguf = GGUFFile.open(target, "target")
         draft = shipped_draft(gguf)
-        name = "mtp" if draft is None and own_heads(gguf)[0] else drafter_name(choice, draft)
+        name = _with_ngram("mtp", choice) if draft is None and own_heads(gguf)[0] else drafter_name(choice, draft)
     with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name, n_sequences)
     if interrupted():
