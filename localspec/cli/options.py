@@ -72,9 +72,9 @@ draft_options = _stack(
     option("Machine", "-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers, metavar="N|all",
            help="Layers of the draft on the GPU."),
     option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|eagle3|dflash|mtp",
-           help="How to draft. auto: by looking back where the text repeats itself, elsewhere by the draft, of whatever kind "
-                "it is; without one the draft that comes with localspec for the default model, ngram alone for others. "
-                "ngram,TYPE: the same with a draft of this type. TYPE: by the draft alone."),
+           help="How to draft. auto: by looking back where the text repeats itself, elsewhere by the draft, of whatever "
+                "kind it is; without one the draft that comes with localspec for the default model, ngram alone for "
+                "others. ngram,TYPE: the same with a draft of this type. TYPE: by the draft alone."),
     option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), metavar="N",
            help=f"Tokens drafted at most per verification.  [default: {ADAPTIVE_N_MAX}; {DEFAULT_N_MAX} with "
                 "--no-spec-adapt]"),
