@@ -408,7 +408,10 @@ class Engine:
             return drafts, -1, time.perf_counter() - began
         if self._own_floor is not None and isinstance(self.drafter, Stoppable):
             self.drafter.p_min = max(self._own_floor, self.controller.floor())
-        drafts = self.drafter.propose([run.seq for run in active], ks)
+            drafts = self.drafter.propose([run.seq for run in active], ks)
+            self.drafter.p_min = self._own_floor  # the next engine of this drafter takes it for the person's own
+        else:
+            drafts = self.drafter.propose([run.seq for run in active], ks)
         proposed = sum(len(draft.tokens) for draft in drafts)
         kept = self.controller.cut(looks, [draft.confidence.tolist() for draft in drafts])
         drafts = [draft.first(n) if n < len(draft.tokens) else draft for draft, n in zip(drafts, kept)]

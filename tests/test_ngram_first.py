@@ -21,7 +21,7 @@ from localspec.errors import PairingError
 from localspec.model import Model
 from localspec.pairing import llama_spec_type
 from localspec.shipped import FOLDER
-from localspec.target import Rows, TargetSession
+from localspec.target import Rows, SessionSettings, TargetSession
 from tests.gguf_maker import eagle3_head, tiny_llama
 from tests.tap_drafting import write
 from tests.test_eagle3 import PROMPT, check_said, pair
@@ -260,3 +260,30 @@ def test_on_the_command_line(cli: Any, smollm2: Path) -> None:
 def test_alone_it_is_the_plain_one(model: Model) -> None:
     with TargetSession(model) as session:
         assert isinstance(load("ngram", session, DrafterSettings()), NgramDrafter)
+
+
+class _Strict(FixedBlock):
+    """Wants sure tokens only."""
+
+    def floor(self) -> float:
+        return 0.7
+
+
+def test_an_engines_floor_stays_its_own(model: Model) -> None:
+    """The controller's floor holds while it is asked for; another engine of the same drafter begins with the person's."""
+    seen = []
+
+    class Watched(Oracle):
+        def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+            seen.append(self.p_min)
+            return [Draft.empty() for _ in seqs]
+
+    drafter = Watched([], 1.0)
+    drafter.p_min = 0.2
+    with TargetSession(model, SessionSettings(n_ctx=128, n_threads=1)) as session:
+        for controller in (_Strict(3), FixedBlock(3)):
+            write(Engine(session, drafter, controller), PROMPT[:6], 4)
+            session.rollback(0, 0)
+    assert set(seen[:2]) == {0.7}
+    assert seen[-1] == 0.2
+    assert drafter.p_min == 0.2
