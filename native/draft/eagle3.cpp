@@ -265,21 +265,7 @@ void Eagle3::layer(int ith, int m, const int32_t *slots, const int32_t *position
 void Eagle3::step(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, float *states,
                   float *logits) {
     for (int i = 0; i < m; i++) slots_[size_t(slots[i])].make_room(positions[i] + 1, shape_.n_head_kv, shape_.head_size);
-    for (int at = 0; at < m; at += kMost) {
-        const int nc = std::min(kMost, m - at);
-        team_.run([&](int ith) {
-            const float *in[kMost];
-            float *out[kMost], *to[kMost];
-            for (int c = 0; c < nc; c++) {
-                in[c] = g + (at + c) * shape_.n_embd;
-                out[c] = states + (at + c) * shape_.n_embd;
-                to[c] = logits + (at + c) * shape_.n_draft_vocab;
-            }
-            layer(ith, nc, slots + at, positions + at, tokens + at, in, out);
-            head_.multiply(*kernels_, scratch_[size_t(ith)]->columns, share(head_.groups(), ith, team_.size()),
-                           share(head_.groups(), ith + 1, team_.size()), to);
-        });
-    }
+    rows(m, slots, positions, tokens, g, states, logits, nullptr);
 }
 
 void Eagle3::branch(int slot, int64_t base, int m, const int32_t *nodes, const int32_t *parents, const int32_t *tokens,
@@ -295,9 +281,14 @@ void Eagle3::branch(int slot, int64_t base, int m, const int32_t *nodes, const i
         positions[size_t(i)] = static_cast<int32_t>(base + depth);
         slots_[size_t(slot)].make_room(base + depth + 1, shape_.n_head_kv, shape_.head_size);
     }
+    rows(m, slots.data(), positions.data(), tokens, g, states, logits, nodes);
+}
+
+void Eagle3::rows(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, float *states,
+                  float *logits, const int32_t *nodes) {
     for (int at = 0; at < m; at += kMost) {
         const int nc = std::min(kMost, m - at);
-        const Places places{nodes + at};
+        const Places places{nodes ? nodes + at : nullptr};
         team_.run([&](int ith) {
             const float *in[kMost];
             float *out[kMost], *to[kMost];
@@ -306,7 +297,7 @@ void Eagle3::branch(int slot, int64_t base, int m, const int32_t *nodes, const i
                 out[c] = states + (at + c) * shape_.n_embd;
                 to[c] = logits + (at + c) * shape_.n_draft_vocab;
             }
-            layer(ith, nc, slots.data() + at, positions.data() + at, tokens + at, in, out, &places);
+            layer(ith, nc, slots + at, positions + at, tokens + at, in, out, nodes ? &places : nullptr);
             head_.multiply(*kernels_, scratch_[size_t(ith)]->columns, share(head_.groups(), ith, team_.size()),
                            share(head_.groups(), ith + 1, team_.size()), to);
         });

@@ -72,6 +72,9 @@ class Eagle3 {
 
     struct Places;   // of a tree, that some columns stand for
 
+    // Layer and head for m pairs, their slots' room made; `nodes`: the places of a tree that they stand for, or null.
+    void rows(int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *g, float *states,
+              float *logits, const int32_t *nodes);
     void layer(int ith, int m, const int32_t *slots, const int32_t *positions, const int32_t *tokens, const float *const *g,
                float *const *states, const Places *places = nullptr);
     void attend(Scratch &mine, int c, int64_t head, int slot, int64_t position);
