@@ -125,7 +125,7 @@ def test_tune(cli: Any, smollm2: Path, tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     data = json.loads(lines[-1])
-    assert data["settings"]["spec_type"] == "eagle3"
+    assert data["settings"]["spec_type"] == "ngram,eagle3"
     assert data["settings"]["tokens"] == 60
     assert [c["n"] for c in data["costs"]] == [1, 2, 3, 4]
     assert [c["k"] for c in data["choices"]] == [0, 1, 2, 3]

@@ -142,8 +142,9 @@ class RemoteGenerator:
                                         "when one answers")  # fmt: skip
                 elif isinstance(event, Lost):
                     lost.append(f"{event.endpoint.url}: {event.reason}")
-                    if fleet.n_alive:
-                        self._say(f"{lost[-1]}: left out, {fleet.n_alive} of {len(self._endpoints)} endpoints go on")
+                    n_left = len(self._endpoints) - len(lost)  # as far as was told: another one may just be ending
+                    if n_left:
+                        self._say(f"{lost[-1]}: left out, {n_left} of {len(self._endpoints)} endpoints go on")
                 elif isinstance(event, Refused):
                     del asked[event.number]
                     self.n_refused += 1
