@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from localspec.data.conversations import Conversation, Message
+from localspec.data.conversations import Message
 from localspec.data.jobs import Job
 from localspec.data.mask import Masked, Renderer
 
@@ -25,7 +25,8 @@ class Dialogue:
     @classmethod
     def of(cls, job: Job, renderer: Renderer) -> Dialogue:
         """Up to where the assistant is to speak first."""
-        said, asked = _opening(job.conversation)
+        asked = deque(job.conversation.asked)
+        said = _to_the_next_answer(asked)
         text = renderer.text(said, job.conversation, True)
         return cls(job, said, asked, text, renderer.tokens(text, job.conversation))
 
@@ -60,11 +61,7 @@ class Dialogue:
         if not self.asked or not n or not tokenizer.eog[self.tokens[-1]]:
             return True, None
         answer = self.tokens[start:n]
-        said = [*self.said, Message("assistant", tokenizer.decode(answer[:-1]))]
-        while self.asked:
-            said.append(self.asked.popleft())
-            if said[-1].role == "user":
-                break
+        said = [*self.said, Message("assistant", tokenizer.decode(answer[:-1])), *_to_the_next_answer(self.asked)]
         conversation = self.job.conversation
         shown = self.text + tokenizer.decode(answer, special=True)
         text = renderer.text(said, conversation, True)
@@ -78,12 +75,11 @@ class Dialogue:
         return True, Dialogue(self.job, said, self.asked, text, tokens, number=self.number + 1)
 
 
-def _opening(conversation: Conversation) -> tuple[list[Message], deque[Message]]:
-    """(what is said before the first answer, what is left to be said)."""
-    asked = deque(conversation.asked)
+def _to_the_next_answer(asked: deque[Message]) -> list[Message]:
+    """What is said before the assistant speaks again, taken off `asked`."""
     said: list[Message] = []
     while asked:
         said.append(asked.popleft())
         if said[-1].role == "user":
             break
-    return said, asked
+    return said

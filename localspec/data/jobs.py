@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from localspec.accept import Sampling
 from localspec.data.conversations import Conversation
@@ -19,11 +19,11 @@ class Job:
     conversation: Conversation
     sampling: Sampling
     key: str
+    random_key: int = field(init=False)  # 64 bits of the key; asked for at every token
 
-    @property
-    def random_key(self) -> int:
-        """64 bits of the key."""
-        return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "little")
+    def __post_init__(self) -> None:
+        bits = int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "little")
+        object.__setattr__(self, "random_key", bits)
 
 
 class Jobs:
