@@ -179,6 +179,14 @@ class Adaptive:
         """Tokens per second of late."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
+    def _plain_is_due(self, rate: float) -> bool:
+        """Whether plain decoding's cost, which makes so many tokens a second, has to be looked at again."""
+        return self._since_plain >= _REFRESH * max(1.0, self._rate / rate)
+
+    def _budget(self, plain: float, share: float = 1.0) -> float:
+        """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
+        return share * _LOSS * _WINDOW * plain - self._ledger.rise
+
     # -- steps of another kind, for one sequence (control_tree.py) -------------------------------------------------------
 
     @property
@@ -191,8 +199,8 @@ class Adaptive:
         """Whether a step of another kind may take so long and gain one token only: no plain step is due, and no window
         would lose more than it may."""
         plain = self.decode.seconds(1)
-        due = self._plain_seen < _FIRST_PLAIN or self._since_plain >= _REFRESH * max(1.0, self._rate * plain)
-        return not due and seconds - plain <= _LOSS * _WINDOW * plain - self._ledger.rise
+        due = self._plain_seen < _FIRST_PLAIN or self._plain_is_due(1 / plain)
+        return not due and seconds - plain <= self._budget(plain)
 
     def record_other(self, rows: int, gained: int, draft: float, rest: float) -> float:
         """A finished step of another kind. Returns its seconds, without what the system took away."""
@@ -215,7 +223,7 @@ class Adaptive:
             return self._say(none, "plain steps first")
         n = len(looks)
         plain = n / self.decode.seconds(n)
-        if self._since_plain >= _REFRESH * max(1.0, self._rate / plain):
+        if self._plain_is_due(plain):
             return self._say(none, "plain cost is due")
         can_cut = all(look.may_cut for look in looks)
         alive = _survival([self.position.chance(j) for j in range(self.n_max)])
@@ -290,7 +298,7 @@ class Adaptive:
         """The most of m drafted tokens that could be refused, all of them, without a loss beyond a share of what is
         allowed."""
         plain = self.decode.seconds(n)
-        budget = share * _LOSS * _WINDOW * plain - self._ledger.rise
+        budget = self._budget(plain, share)
         while m > 0 and self.decode.seconds(n + m) + self.draft.seconds(m) - plain > budget:
             m -= 1
         return m
