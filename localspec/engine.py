@@ -183,7 +183,6 @@ class Engine:
         self.trees = trees if session.n_branches else None
         #: called after every step with what became of it and why it was so: for --trace
         self.on_step: Callable[[list[Outcome], dict[str, Any]], None] | None = None
-        self._own_floor = drafter.p_min if isinstance(drafter, Stoppable) else None
         self._eog = session.model.tokenizer.eog
         self._running: dict[int, _Running] = {}
 
@@ -406,12 +405,7 @@ class Engine:
         ks = self.controller.choose(looks)
         if not any(ks):
             return drafts, -1, time.perf_counter() - began
-        if self._own_floor is not None and isinstance(self.drafter, Stoppable):
-            self.drafter.p_min = max(self._own_floor, self.controller.floor())
-            drafts = self.drafter.propose([run.seq for run in active], ks)
-            self.drafter.p_min = self._own_floor  # the next engine of this drafter takes it for the person's own
-        else:
-            drafts = self.drafter.propose([run.seq for run in active], ks)
+        drafts = self._propose(self.drafter, [run.seq for run in active], ks)
         proposed = sum(len(draft.tokens) for draft in drafts)
         kept = self.controller.cut(looks, [draft.confidence.tolist() for draft in drafts])
         drafts = [draft.first(n) if n < len(draft.tokens) else draft for draft, n in zip(drafts, kept)]
@@ -419,6 +413,17 @@ class Engine:
             if run.constraint is not None:
                 drafts[i] = run.constraint.useful(drafts[i], looks[i].may_cut or drafts[i].q_ids is None)
         return drafts, proposed, time.perf_counter() - began
+
+    def _propose(self, drafter: Drafter, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        """With the controller's floor for the time of the question; the drafter's own one is the person's."""
+        if not isinstance(drafter, Stoppable):
+            return drafter.propose(seqs, ks)
+        own = drafter.p_min
+        drafter.p_min = max(own, self.controller.floor())
+        try:
+            return drafter.propose(seqs, ks)
+        finally:
+            drafter.p_min = own
 
     def _look(self, run: _Running, n_active: int) -> Look:
         # One token is gained in any case, so drafting more than n_left - 1 would be for nothing.
