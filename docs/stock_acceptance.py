@@ -27,7 +27,9 @@ from localspec.cli.loading import Loaded, open_engine
 from localspec.cli.options import ModelChoice
 from localspec.engine import Request
 from localspec.errors import LocalspecError, UsageError
+from localspec.gguf_file import GGUFFile
 from localspec.llama_arch import SPEC_TYPES
+from localspec.pairing import drafter_for
 from localspec.peer import LlamaServer, draft_arguments, server_arguments
 from localspec.prompts import BUILT_IN, read_prompts, spread
 from localspec.target import SessionSettings
@@ -94,8 +96,9 @@ def settings(loaded: Loaded, args: argparse.Namespace) -> dict[str, Any]:
     session = loaded.session
     return {
         "target": str(args.target), "draft": str(args.draft) if args.draft else None, "spec_type": loaded.drafter.name,
-        "n_max": args.n_max, "p_min": 0.0, "n_ctx": session.n_ctx, "n_batch": session.n_batch, "threads": args.threads,
-        "n_gpu_layers": 0, "n_gpu_layers_draft": 0, "flash_attention": session.settings.flash_attention,
+        "n_max": args.n_max, "p_min": 0.0, "adapt": False, "n_ctx": session.n_ctx, "n_batch": session.n_batch,
+        "threads": args.threads, "n_gpu_layers": 0, "n_gpu_layers_draft": 0,
+        "flash_attention": session.settings.flash_attention,
         "type_k": session.settings.type_k, "type_v": session.settings.type_v,
     }  # fmt: skip
 
@@ -135,9 +138,11 @@ def compare(args: argparse.Namespace) -> int:
         if file is not None and not file.is_file():
             raise UsageError(f"{file}: no such file")
     prompts = spread(read_prompts(args.prompts) if args.prompts else list(BUILT_IN), args.limit)
+    # The draft alone: `auto` would look back in the text first.
+    kind = drafter_for(GGUFFile.open(args.draft, "draft")) if args.draft else "ngram"
     choice = ModelChoice(
         str(args.target), None, SessionSettings(args.ctx_size, n_threads=args.threads), 0, kernels=args.kernels,
-        draft=str(args.draft) if args.draft else None, spec_type="auto" if args.draft else "ngram", n_max=args.n_max,
+        draft=str(args.draft) if args.draft else None, spec_type=kind, n_max=args.n_max,
         adapt=False,
     )  # fmt: skip
     loaded = open_engine(choice)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from localspec.engine import Stats
+from localspec.peer import draft_arguments
+from localspec.target import SessionSettings
 
 SCRIPT = Path(__file__).parent.parent / "docs" / "stock_acceptance.py"
 
@@ -102,3 +104,12 @@ def test_what_is_missing_is_said_in_a_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"stock_acceptance: {tmp_path / 'none'}: no such file\n"
+
+
+def test_the_servers_flags_are_a_fixed_number_of_drafted_tokens(script: Any, tmp_path: Path) -> None:
+    session = SimpleNamespace(n_ctx=256, n_batch=64, settings=SessionSettings(256))
+    loaded = SimpleNamespace(drafter=SimpleNamespace(name="ngram"), session=session)
+    args = SimpleNamespace(target=tmp_path / "t.gguf", draft=None, n_max=5, threads=1)
+    flags = draft_arguments(script.settings(loaded, args))
+    assert flags[:2] == ["--spec-type", "ngram-simple"]
+    assert flags[-1] == "5"
