@@ -5,8 +5,13 @@ none does.
 
 A block of S sequences with m drafted tokens gains S tokens for certain and the sum of the tokens' chances to survive, each
 the product of the chances along its sequence; it costs one decode of S + m rows and the drafting. The rate of that has a
-highest point in m, found by trying all: t(n) has steps, so the first m that does not pay need not be the last one that
-does. Chances fall along a sequence, so taking the likeliest tokens first never takes a token without the one before it.
+highest point, found by trying all sizes: t(n) has steps, so the first that does not pay need not be the last one that
+does.
+
+A decode of several sequences is cut into passes over the weights (passes.py): blocks of one length take one, others take
+several, and each costs what its own rows cost. So before drafting all sequences get one length, as far as each has room,
+and afterwards, when drafts differ in how sure they are, a few ways to cut them are held against each other. Chances fall
+along a sequence, so taking the likeliest tokens first never takes a token without the one before it.
 
 Two decisions are made. Before drafting: how many tokens of each sequence. After it, when the draft has said how sure it is
 of each: how many of them to verify. Dropping a token after a look at it is lossless where the text is the target's own
@@ -24,7 +29,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +45,8 @@ _WINDOW = 256  # tokens of a sequence over which a loss is bounded
 _LOSS = 0.02  # of a window's plain time; 3 % is promised
 _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
 _REFRESH = 192  # tokens of a sequence between plain steps that keep its cost current
+_USUAL = 1.3  # times what plain steps took, that another one may differ by
+_AGAIN = 4  # plain steps in a row because of that, at most
 _STALLED = 2.0  # a step that took so many times what was expected was interrupted; what it took beyond says nothing
 _PROMISE = 1.05  # times the best rate known, that another size must be able to reach to be looked at
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
@@ -48,6 +55,7 @@ _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helpe
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
 _DOUBT = 0.05  # of a plain step: what chance explains
+_WAYS = 16  # to cut drafts of several sequences, that are held against each other
 _JUDGED = 8  # drafted steps before what they gained is believed
 
 
@@ -73,13 +81,22 @@ class Outcome:
     again: int = 0  # further rows: tokens kept from a side branch of a tree, which had to be read again
 
 
+#: rows of each pass that a decode of blocks (sequence, rows) takes
+Passes = Callable[[tuple[tuple[int, int], ...]], tuple[int, ...]]
+
+
+def one_pass(blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Where a decode is never cut."""
+    return (sum([rows for _, rows in blocks]),)
+
+
 class Controller(Protocol):
     """Chooses a step's blocks and learns from what came of them."""
 
     n_max: int
 
-    def choose(self, looks: Sequence[Look]) -> list[int]:
-        """Tokens to draft for each sequence, 0 to n_max."""
+    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
+        """Tokens to draft for each sequence, 0 to n_max. `passes`: how decodes are cut on this session."""
 
     def floor(self) -> float:
         """Confidence below which a chain of drafts may end, for drafters that can stop by themselves."""
@@ -101,7 +118,7 @@ class FixedBlock:
 
     n_max: int = DEFAULT_N_MAX
 
-    def choose(self, looks: Sequence[Look]) -> list[int]:
+    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
         return [max(0, min(self.n_max, look.room)) for look in looks]
 
     def floor(self) -> float:
@@ -140,6 +157,23 @@ class _Ledger:
         return max(0.0, self.total - self._lows[0][1]) if self._lows else 0.0
 
 
+@dataclass(slots=True)
+class _Size:
+    """Tokens to draft for each sequence, m together, and what is expected of them: tokens gained, the decode's passes and
+    seconds, and the drafter's seconds."""
+
+    ks: list[int]
+    m: int
+    gain: float
+    passes: tuple[int, ...]
+    decode: float
+    draft: float
+
+    @property
+    def rate(self) -> float:
+        return self.gain / max(1e-9, self.decode + self.draft)
+
+
 class Adaptive:
     """As many tokens as pay. `prior`: ratios t(n) / t(1) of an earlier run on this machine with this target."""
 
@@ -156,12 +190,14 @@ class Adaptive:
         self._ledger = _Ledger()
         self._plain_seen = 0
         self._since_plain = 0  # tokens of a sequence
+        self._asked_again = 0  # plain steps in a row that surprised
         self._gap = _GAPS[0]
         self._since_trial = 0
         self._trial = False
         self._since_look = self._looks = self._trials = 0
         self._whole = False
         self._floor = 0.0
+        self._passes: Passes = one_pass  # of the session in use
         self._last: dict[str, Any] = {}
 
     @property
@@ -181,7 +217,7 @@ class Adaptive:
 
     def _plain_is_due(self, rate: float) -> bool:
         """Whether plain decoding's cost, which makes so many tokens a second, has to be looked at again."""
-        return self._since_plain >= _REFRESH * max(1.0, self._rate / rate)
+        return self._asked_again > 0 or self._since_plain >= _REFRESH * max(1.0, self._rate / rate)
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
         """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
@@ -193,12 +229,12 @@ class Adaptive:
     def to_beat(self) -> float:
         """Tokens per second, of late or of plain decoding, that another kind of step must surpass; 0 before chains have
         been judged."""
-        return max(self._rate, 1 / self.decode.seconds(1)) if self.judged else 0.0
+        return max(self._rate, 1 / self.decode.at_most((1,))) if self.judged else 0.0
 
     def allows(self, seconds: float) -> bool:
         """Whether a step of another kind may take so long and gain one token only: no plain step is due, and no window
         would lose more than it may."""
-        plain = self.decode.seconds(1)
+        plain = self.decode.at_most((1,))
         due = self._plain_seen < _FIRST_PLAIN or self._plain_is_due(1 / plain)
         return not due and seconds - plain <= self._budget(plain)
 
@@ -208,32 +244,36 @@ class Adaptive:
         self.decode.record(rows, rest)
         self._since_plain += max(1, gained)
         took = min(draft + rest, _STALLED * (self.decode.seconds(rows) + draft))
-        self._ledger.add(gained, took - self.decode.seconds(1) * gained, _WINDOW)
+        self._ledger.add(gained, took - self.decode.at_most((1,)) * gained, _WINDOW)
         self._follow(gained, took)
         return took
 
     # -- before drafting -----------------------------------------------------------------------------------------------
 
-    def choose(self, looks: Sequence[Look]) -> list[int]:
+    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
         none = [0] * len(looks)
-        self._floor, self._trial, self._whole = 0.0, False, False
+        self._floor, self._trial, self._whole, self._passes = 0.0, False, False, passes
         if not looks or self.n_max == 0:
             return self._say(none, "off")
         if self._plain_seen < _FIRST_PLAIN:
             return self._say(none, "plain steps first")
-        n = len(looks)
-        plain = n / self.decode.seconds(n)
+        step = self._plain([look.key for look in looks])
+        plain = len(looks) / step
         if self._plain_is_due(plain):
             return self._say(none, "plain cost is due")
-        can_cut = all(look.may_cut for look in looks)
-        alive = _survival([self.position.chance(j) for j in range(self.n_max)])
-        order = _likeliest([alive[: max(0, look.room)] for look in looks])
-        if not order:
+        if self.judged and self.advantage <= -_DOUBT and self._since_trial + 1 < self._gap:
+            self._since_trial += 1
+            return self._say(none, "nothing pays", predicted=plain)
+        if self._budget(step) <= 0:
+            return self._say(none, "the loss allowed is used up", predicted=plain)
+        sizes = self._sizes(looks)
+        if len(sizes) == 1:
             return self._say(none, "no room", predicted=plain)
-        best, rate = self._best(n, order)
-        pays = self.pays(best)
-        if best == 0:
-            best, rate = self._best(n, order, least=1)
+        can_cut = all(look.may_cut for look in looks)
+        best = max(sizes, key=lambda size: size.rate)
+        pays = self.pays(best.m)
+        if best.m == 0:
+            best = max(sizes[1:], key=lambda size: size.rate)
         if not pays:
             self._since_trial += 1
             if self._since_trial < self._gap:
@@ -241,17 +281,18 @@ class Adaptive:
             self._trial = True
             self._trials += 1
             self._whole = can_cut and self._trials % 2 == 1  # every other one shows what unsure tokens are worth, too
+            size = best
         else:
-            best = self._other(n, best, rate, order)
-        allowed = self._allowed(n, best, _OF_LOOKS if self._whole else 1.0)
-        if allowed == 0:
+            size = self._other(best, sizes)
+        size = self._allowed(size, sizes, _OF_LOOKS if self._whole else 1.0)
+        if size.m == 0:
             return self._say(none, "the loss allowed is used up", predicted=plain)
         if self._trial:
             self._since_trial = 0
-        ks = _counts(n, order[:allowed])
         if can_cut and not (self._trial or self._whole):
-            self._floor = self._stop_below(n, allowed, max(rate, plain))
-        return self._say(ks, "a trial" if self._trial else "pays", predicted=rate)
+            # By the rate that was reached: the one expected is that of tokens as sure as those verified so far.
+            self._floor = self._stop_below(size, sizes, max(self._rate, plain))
+        return self._say(size.ks, "a trial" if self._trial else "pays", predicted=best.rate)
 
     def pays(self, best: int) -> bool:
         """Whether drafts are made where the block that looks best has so many tokens. What is known by position says
@@ -260,22 +301,46 @@ class Adaptive:
             return best > 0
         return self.advantage > (-_DOUBT if best > 0 else 0.0)
 
-    def _other(self, n: int, best: int, rate: float, order: Sequence[tuple[int, float]]) -> int:
+    def _sizes(self, looks: Sequence[Look]) -> list[_Size]:
+        """What may be drafted: for every sequence so many tokens, or as many as it has room for. The first size is none."""
+        keys, rooms = [look.key for look in looks], [look.room for look in looks]
+        gain, alive, sizes = float(len(looks)), 1.0, []
+        for level in range(max(0, min(self.n_max, max(rooms))) + 1):
+            if level:
+                alive *= self.position.chance(level - 1)
+                gain += alive * sum(room >= level for room in rooms)
+            ks = [max(0, min(level, room)) for room in rooms]
+            passes = self._passes_of(keys, ks)
+            m = sum(ks)
+            decode = self.decode.of(passes) if m else self._plain(keys)
+            sizes.append(_Size(ks, m, gain, passes, decode, self.draft.seconds(m) if m else 0.0))
+        return sizes
+
+    def _passes_of(self, keys: Sequence[int], ks: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each pass of a decode of pending tokens with so many drafted ones behind them."""
+        return self._passes(tuple([(key, 1 + k) for key, k in zip(keys, ks)]))
+
+    def _plain(self, keys: Sequence[int]) -> float:
+        """Seconds of a step without drafts."""
+        return self.decode.at_most(self._passes_of(keys, [0] * len(keys)))
+
+    def _other(self, best: _Size, sizes: Sequence[_Size]) -> _Size:
         """Now and then another size than the best one known, if it could be better were its decode as cheap as a smaller
         one's: a step downwards in t(n) is only found by trying."""
         self._since_look += 1
         if self._since_look < _CURIOUS[0]:
             return best
-        gain, hopeful = float(n), []
-        for m in range(1, len(order) + 1):
-            gain += order[m - 1][1]
-            cheap = self.decode.seconds(n + min(m - 1, best)) + self.draft.seconds(m)
-            if m != best and gain > _PROMISE * rate * cheap:
-                hopeful.append(m)
+        budget = self._budget(sizes[0].decode, _OF_LOOKS)
+        hopeful = []
+        for level, size in enumerate(sizes[1:], 1):
+            cheap = min(size.decode, sizes[level - 1].decode, best.decode) + size.draft
+            affordable = size.decode + size.draft - sizes[0].decode <= budget
+            if size is not best and affordable and size.gain > _PROMISE * best.rate * cheap:
+                hopeful.append(size)
         if not hopeful:
             return best
-        unknown = min(hopeful, key=lambda m: (min(2, self.decode.samples(n + m)), abs(m - best)))
-        settled = self.decode.samples(n + unknown) >= 2
+        unknown = min(hopeful, key=lambda size: (min(2, self._seen(size)), abs(size.m - best.m)))
+        settled = self._seen(unknown) >= 2
         if settled and self._since_look < _CURIOUS[1]:
             return best
         self._since_look = 0
@@ -283,30 +348,21 @@ class Adaptive:
         self._looks += 1
         return hopeful[self._looks % len(hopeful)] if settled else unknown
 
-    def _best(self, n: int, order: Sequence[tuple[int, float]], least: int = 0) -> tuple[int, float]:
-        """(m, tokens per second) of the best block of n sequences and the first m tokens of `order`."""
-        best, top, gain = 0, 0.0, float(n)
-        for m in range(len(order) + 1):
-            if m:
-                gain += order[m - 1][1]
-            rate = gain / max(1e-9, self.decode.seconds(n + m) + (self.draft.seconds(m) if m else 0.0))
-            if m >= least and rate > top:
-                best, top = m, rate
-        return best, top
+    def _seen(self, size: _Size) -> int:
+        return min(self.decode.samples(rows) for rows in size.passes)
 
-    def _allowed(self, n: int, m: int, share: float) -> int:
-        """The most of m drafted tokens that could be refused, all of them, without a loss beyond a share of what is
+    def _allowed(self, size: _Size, sizes: Sequence[_Size], share: float) -> _Size:
+        """The largest size up to this one whose tokens could all be refused without a loss beyond a share of what is
         allowed."""
-        plain = self.decode.seconds(n)
+        plain = sizes[0].decode
         budget = self._budget(plain, share)
-        while m > 0 and self.decode.seconds(n + m) + self.draft.seconds(m) - plain > budget:
-            m -= 1
-        return m
+        fit = [s for s in sizes if s.m <= size.m and s.decode + s.draft - plain <= budget]
+        return fit[-1] if fit else sizes[0]
 
-    def _stop_below(self, n: int, m: int, rate: float) -> float:
+    def _stop_below(self, size: _Size, sizes: Sequence[_Size], rate: float) -> float:
         """Confidence that a token must have to be worth its row and the next one's drafting."""
-        row = (self.decode.seconds(n + m) - self.decode.seconds(n)) / m
-        more = max(0.0, self.draft.seconds(m) - self.draft.seconds(max(1, m - 1))) if m > 1 else 0.0
+        row = (size.decode - sizes[0].decode) / size.m
+        more = max(0.0, self.draft.seconds(size.m) - self.draft.seconds(max(1, size.m - 1))) if size.m > 1 else 0.0
         return min(0.95, self.calibration.threshold(min(1.0, rate * (row + more))))
 
     def floor(self) -> float:
@@ -318,16 +374,16 @@ class Adaptive:
         lengths = [len(c) for c in confidences]
         if self._whole or not all(look.may_cut for look in looks):
             return lengths
-        order = _likeliest([_survival([self.calibration.chance(value) for value in values]) for values in confidences])
-        n, gain = len(looks), float(len(looks))
-        rate = max(self._rate, n / self.decode.seconds(n))
-        best, top = 0, gain - rate * self.decode.seconds(n)
-        for m, (_, alive) in enumerate(order, 1):
-            gain += alive
-            worth = gain - rate * self.decode.seconds(n + m)
+        keys = [look.key for look in looks]
+        alive = [_survival([self.calibration.chance(value) for value in values]) for values in confidences]
+        plain = self._plain(keys)
+        rate = max(self._rate, len(looks) / plain)
+        kept, top = [0] * len(looks), -rate * plain
+        for ks in _ways_to_cut(alive):
+            gain = sum(sum(chances[:k]) for chances, k in zip(alive, ks))
+            worth = gain - rate * self.decode.of(self._passes_of(keys, ks))
             if worth > top:
-                best, top = m, worth
-        kept = _counts(n, order[:best])
+                kept, top = ks, worth
         self._last |= {"proposed": lengths, "verified": kept}
         return kept
 
@@ -338,14 +394,19 @@ class Adaptive:
         if not n:
             return
         self._steps += 1
-        rows = n + sum(len(o.confidence) + o.again for o in outcomes)
+        passes = self._passes(tuple([(o.key, 1 + len(o.confidence) + o.again) for o in outcomes]))
+        rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
-        self.decode.record(rows, rest)
+        usual = self.decode.of(passes)
+        self.decode.record_passes(passes, rest)
         if proposed > 0:
             self.draft.record(proposed, draft)
-        if rows == n and proposed < 0:
+        if proposed < 0 and not any(o.again for o in outcomes):
             self._plain_seen += 1
             self._since_plain = 0
+            # One that took another time than those before it: which of them were stretched, more of them tell.
+            surprise = usual > 0 and not 1 / _USUAL < rest / usual < _USUAL
+            self._asked_again = self._asked_again + 1 if surprise and self._asked_again < _AGAIN else 0
         else:
             self._since_plain += max(1, gained // n)
         for outcome in outcomes:
@@ -355,9 +416,9 @@ class Adaptive:
             for j, value in enumerate(outcome.confidence[: outcome.n_accepted + 1]):
                 self.calibration.record(value, j < outcome.n_accepted)
         # A step that the system interrupted says nothing about drafting: it counts as what it should have taken, doubled.
-        expected = self.decode.seconds(rows) + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
+        expected = self.decode.of(passes) + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
         took = min(draft + rest, _STALLED * expected)
-        plain = self.decode.seconds(n)
+        plain = self._plain([o.key for o in outcomes])
         lost = took - plain * gained / n
         if proposed == 0 and draft < _FREE * plain:  # a look for nothing that cost nothing: no draft, no judgement
             lost = 0.0
@@ -366,7 +427,7 @@ class Adaptive:
             if not self._whole:  # those are made to learn from
                 self._judge(-lost / plain)
             if self._trial:
-                self._gap = _GAPS[0] if gained > n else min(2 * self._gap, _GAPS[1])
+                self._gap = _GAPS[0] if lost < 0 else min(2 * self._gap, _GAPS[1])
         else:
             lost = 0.0  # plain decoding is what it is compared with
         self._ledger.add(gained, lost, _WINDOW * n)
@@ -402,15 +463,20 @@ def _survival(chances: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(chances, operator.mul))
 
 
-def _likeliest(alive: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """(sequence, chance to survive) of every token, the likeliest first; `alive` by sequence."""
-    found = [(i, chance) for i, chances in enumerate(alive) for chance in chances]
-    return sorted(found, key=lambda item: -item[1])
+def _ways_to_cut(alive: Sequence[Sequence[float]]) -> list[list[int]]:
+    """How many tokens of each draft to verify: ways worth a look. `alive`: by sequence, each token's chance to survive.
 
-
-def _counts(n: int, tokens: Sequence[tuple[int, float]]) -> list[int]:
-    """How many of these tokens each of n sequences has."""
-    counts = [0] * n
-    for i, _ in tokens:
+    The likeliest tokens of all, more and more of them; and of every draft the same number, which makes one pass.
+    """
+    order = [i for i, _ in sorted(((i, c) for i, chances in enumerate(alive) for c in chances), key=lambda item: -item[1])]
+    counts = [0] * len(alive)
+    ways = []
+    every = max(1, -(-len(order) // _WAYS))
+    for m, i in enumerate(order, 1):
         counts[i] += 1
-    return counts
+        if m % every == 0 or m == len(order):
+            ways.append(list(counts))
+    if len(alive) > 1:
+        longest = max(map(len, alive), default=0)
+        ways += [[min(level, len(chances)) for chances in alive] for level in range(1, longest)]
+    return ways

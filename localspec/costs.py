@@ -1,9 +1,11 @@
 """What decodes and drafts cost here, learnt from the steps as they run. Pure arithmetic.
 
-A decode's time depends on its rows, not smoothly: kernels work on so many columns at a time, so 8 rows can cost less than 7.
-It grows with the context, too, and a machine has slower and faster minutes. So each number of rows keeps the median of its
-last times, all of them relative to one level that moves with whatever is measured: what is seen of 4 rows ages what is known
-of 1.
+A pass over the weights, which is a whole decode of one sequence, takes a time that depends on its rows, not smoothly:
+kernels work on so many columns at a time, so 8 rows can cost less than 7. It grows with the context, too, and a machine has
+slower and faster minutes. So each number of rows keeps the median of its last times, all of them relative to one level, the
+machine's speed: when all that is measured takes longer, what is known of other sizes grows with it. The level jumps when it
+has to, and does not follow single times: those differ upwards more than downwards, and it would rise with the noise, away
+from the sizes that are seen rarely.
 """
 
 from __future__ import annotations
@@ -11,13 +13,26 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 _KEPT = 9  # times of each size: their median forgets an interrupted one
-_FOLLOW = 0.1  # of what one time differs by, the level takes this
-_OFF = 1.25  # times what was expected, that the level follows at most
+_LATE = 8  # times in a row, whose median tells whether the machine's speed has changed
+_CHANGED = 1.2  # times what was expected
 _UNLIKELY = 4.0  # times what was to be expected
+_ENOUGH = 3  # times of a size to be believed against others
 _SLOPE = 0.06  # a further row, in decodes of one row, before anything is known
+
+
+@dataclass(slots=True)
+class _Time:
+    """Of one pass, over the level."""
+
+    value: float
+
+
+def _median(times: Iterable[_Time]) -> float:
+    return statistics.median([time.value for time in times])
 
 
 class DecodeCost:
@@ -27,7 +42,8 @@ class DecodeCost:
 
     def __init__(self, prior: Mapping[int, float] | None = None):
         self._level = 0.0  # seconds of one row, moving; 0: nothing is known
-        self._times: dict[int, collections.deque[float]] = {}  # seconds / level
+        self._times: dict[int, collections.deque[_Time]] = {}
+        self._late: collections.deque[tuple[_Time, float]] = collections.deque(maxlen=_LATE)  # and over what was expected
         self._prior = dict(prior or {})
         self._medians = dict(self._prior)  # of the times; of the prior while there are none
         self._sizes = sorted(self._prior)  # those of `_medians`
@@ -49,21 +65,54 @@ class DecodeCost:
         if not self.known:
             self._level = seconds / self._ratio(rows)
             self._medians, self._sizes = {}, []
-        elif self.samples(rows) >= 3:
-            off = seconds / self.seconds(rows)
-            self._level *= min(_OFF, max(1 / _OFF, off)) ** _FOLLOW
-        else:  # a first time that was interrupted would stand for this size until there are more
-            seconds = min(seconds, _UNLIKELY * self.seconds(rows))
-        self._times.setdefault(rows, collections.deque(maxlen=_KEPT)).append(seconds / self._level)
+        few = self.samples(rows) < _ENOUGH
+        expected = self.seconds(rows)
+        if few and self._times:  # a first time that was interrupted would stand for this size until there are more
+            seconds = min(seconds, _UNLIKELY * expected)
+        time = _Time(seconds / self._level)
+        self._times.setdefault(rows, collections.deque(maxlen=_KEPT)).append(time)
         if rows not in self._medians:
             bisect.insort(self._sizes, rows)
-        self._medians[rows] = statistics.median(self._times[rows])
+        self._medians[rows] = _median(self._times[rows])
+        if not few:
+            self._late.append((time, seconds / expected))
+            self._follow()
         if rows in self._prior:
             self._scale = statistics.median(self._medians[n] / self._prior[n] for n in self._sizes if n in self._prior)
 
+    def _follow(self) -> None:
+        """Move the level where the last times say that the machine's speed is another."""
+        off = statistics.median([off for _, off in self._late])
+        if len(self._late) < _LATE or 1 / _CHANGED < off < _CHANGED:
+            return
+        self._level *= off
+        for time, _ in self._late:  # which were taken at the new speed
+            time.value /= off
+        self._late.clear()
+        self._medians |= {rows: _median(times) for rows, times in self._times.items()}
+
+    def record_passes(self, passes: Sequence[int], seconds: float) -> None:
+        """One decode, in passes of so many rows: each is held to have taken the share of the time that was expected."""
+        if len(passes) == 1:
+            self.record(passes[0], seconds)
+            return
+        expected = [self._ratio(rows) for rows in passes]
+        for rows, each in zip(passes, expected):
+            self.record(rows, seconds * each / sum(expected))
+
     def seconds(self, rows: int) -> float:
-        """What a decode of so many rows is expected to take; 0 while nothing is known."""
+        """What a pass of so many rows is expected to take; 0 while nothing is known."""
         return self._level * self._ratio(rows)
+
+    def of(self, passes: Sequence[int]) -> float:
+        """What a decode in passes of so many rows is expected to take."""
+        return self._level * sum([self._ratio(rows) for rows in passes])
+
+    def at_most(self, passes: Sequence[int]) -> float:
+        """The same, but each pass no more than what larger ones have been seen to take: for what plain decoding costs. Times
+        that the system stretched, all of the few there are, would make every draft look good."""
+        larger = [(n, median) for n, median in self._medians.items() if self.samples(n) >= _ENOUGH]
+        return self._level * sum([min([self._ratio(rows), *(m for n, m in larger if n > rows)]) for rows in passes])
 
     def curve(self, least: int = 1) -> dict[int, float]:
         """t(n) / t(1) of the sizes that were seen, at least so many times: the prior of a later run."""

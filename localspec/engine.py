@@ -402,7 +402,7 @@ class Engine:
         if self.drafter is None:
             return drafts, -1, 0.0
         looks = [self._look(run, len(active)) for run in active]
-        ks = self.controller.choose(looks)
+        ks = self.controller.choose(looks, self.session.passes)
         if not any(ks):
             return drafts, -1, time.perf_counter() - began
         drafts = self._propose(self.drafter, [run.seq for run in active], ks)

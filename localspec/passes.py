@@ -13,7 +13,10 @@ others: what they compute is dropped, and taken out of the cache again. Pure ari
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+
+Blocks = tuple[tuple[int, int], ...]  # (seq, tokens), by ascending seq
 
 #: rows that cost as much as a pass without any: 4 of SmolLM2-135M, about 12 of a model of 0.5B (2 cores, docs/LOG.md)
 PASS_ROWS = 4
@@ -34,6 +37,18 @@ def passes(blocks: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]
             entry[2] += length
         left = [entry for entry in left if entry[2] < entry[3]]
     return found
+
+
+def rows_of(blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The rows of each pass of a decode."""
+    return tuple([sum([end - start for _, start, end in group]) for group in passes(blocks)])
+
+
+@functools.lru_cache(maxsize=4096)
+def with_room(blocks: Blocks, most: int) -> tuple[Blocks, tuple[int, ...]]:
+    """What `padded` makes of blocks where every sequence has room, and the rows of each pass of it."""
+    more = padded(blocks, lambda seq: most, most)
+    return tuple(more), rows_of(more)
 
 
 def padded(blocks: Sequence[tuple[int, int]], room: Callable[[int], int], most: int) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from localspec.fetch import cache_dir
 from localspec.gguf_file import GGUFFile
 from localspec.speculator import TargetIdentity
 
-VERSION = 1
+VERSION = 2
 #: steps of a run before what it saw of the costs is kept
 ENOUGH_STEPS = 200
 #: times seen of a size, before its median is kept

@@ -20,7 +20,7 @@ from localspec.errors import ContextFullError, LocalspecError, NativeError, Usag
 from localspec.llama_arch import BOUNDED_ROLLBACK
 from localspec.memory import available_memory, memory_needed, recurrent_state
 from localspec.model import Model
-from localspec.passes import padded
+from localspec.passes import Blocks, padded, rows_of, with_room
 from localspec.snapshot import RecurrentStates
 from localspec.taps import Taps
 from localspec.threads import ThreadCount
@@ -254,17 +254,31 @@ class TargetSession:
         self._remove(branch, 0)
         native.lib().llama_memory_seq_cp(self._memory, seq, branch, -1, -1)
         self.tokens[branch] = list(self.tokens[seq])
-    def _padded(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> list[tuple[int, int]] | None:
-        """(seq, rows) of a decode that takes fewer passes (passes.py) than `blocks`; None where there is none."""
-        if len(blocks) < 2 or self.model.is_recurrent or (self.taps is not None and self.taps.needs_every_row):
+    def passes(self, blocks: Blocks) -> tuple[int, ...]:
+        """Rows of each pass over the weights that `decode` takes for blocks (seq, tokens), by ascending seq."""
+        return (blocks[0][1],) if len(blocks) == 1 else self._cut(blocks)[1]
+
+    def _cut(self, blocks: Blocks) -> tuple[Blocks, tuple[int, ...]]:
+        """(seq, rows) that are decoded for `blocks`, so that it takes fewer passes (passes.py), and the rows of each."""
+        if self.model.is_recurrent or (self.taps is not None and self.taps.needs_every_row):
+            return blocks, rows_of(blocks)
+        longest = max([n for _, n in blocks])
+        if max([len(self.tokens[seq]) for seq in range(blocks[0][0], blocks[-1][0] + 1)]) + longest <= self.n_ctx:
+            return with_room(blocks, self.n_batch)
+        more = padded(blocks, lambda seq: self.n_ctx - len(self.tokens[seq]), self.n_batch)
+        return tuple(more), rows_of(more)
+
+    def _padded(self, blocks: Sequence[tuple[int, Sequence[int] | np.ndarray]]) -> Blocks | None:
+        """(seq, rows) of a decode that takes fewer passes than `blocks`; None where there is none."""
+        if len(blocks) < 2:
             return None
-        lengths = [(seq, len(tokens)) for seq, tokens in blocks]
+        lengths = tuple([(seq, len(tokens)) for seq, tokens in blocks])
         if any(a >= b for (a, _), (b, _) in pairwise(lengths)) or any(n == 0 for _, n in lengths):
             return None
-        more = padded(lengths, lambda seq: self.n_ctx - len(self.tokens[seq]), self.n_batch)
+        more, _ = self._cut(lengths)
         return None if more == lengths else more
 
-    def _decode_padded(self, blocks: dict[int, Sequence[int] | np.ndarray], padded: list[tuple[int, int]]) -> Rows:
+    def _decode_padded(self, blocks: dict[int, Sequence[int] | np.ndarray], padded: Blocks) -> Rows:
         """`decode` with rows that nobody asked for; of what it gives, those asked for."""
         own = [(seq, [int(t) for t in blocks.get(seq, ())], n) for seq, n in padded]
         n = self._fill([(seq, tokens + [0] * (n - len(tokens))) for seq, tokens, n in own])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.accept import Draft, Sampling
-from localspec.control import FixedBlock
+from localspec.control import FixedBlock, one_pass
 from localspec.drafters import DrafterSettings, Sequence, load, taps
 from localspec.engine import Engine, Request
 from localspec.model import Model
@@ -44,7 +44,7 @@ class Sometimes(FixedBlock):
         super().__init__()
         self.every, self.step = every, 0
 
-    def choose(self, looks: Any) -> list[int]:
+    def choose(self, looks: Any, passes: Any = one_pass) -> list[int]:
         self.step += 1
         return super().choose(looks) if self.step % self.every == 0 else [0] * len(looks)
 

@@ -48,7 +48,7 @@ def test_runs_correct_a_curve_and_a_curve_replaces_what_runs_said() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2}, {"version": "1"}, {"key": {}}, {"key": None}, {"ratios": []}, {"ratios": {}},
+        {"version": 1}, {"version": "2"}, {"key": {}}, {"key": None}, {"ratios": []}, {"ratios": {}},
         {"ratios": {"1": 1.0, "2": float("nan")}}, {"ratios": {"1": 1.0, "2": float("inf")}},
         {"ratios": {"1": 1.0, "2": 0.1}}, {"ratios": {"1": 1.0, "2": 201}}, {"ratios": {"1": 1.0, "2": "1.2"}},
         {"ratios": {"1": 1.0, "2": True}}, {"ratios": {"1": 1.0, "x": 1.2}}, {"ratios": {"1": 1.0, "0": 1.2}},
@@ -75,9 +75,9 @@ def test_a_damaged_profile_is_ignored_and_replaced(data: bytes) -> None:
 def test_a_later_version_stays_as_it_is() -> None:
     path = profile.store(KEY, RATIOS)
     assert path is not None
-    path.write_text('{"version": 2}')
+    path.write_text('{"version": 3}')
     assert profile.store(KEY, RATIOS) is None
-    assert path.read_text() == '{"version": 2}'
+    assert path.read_text() == '{"version": 3}'
 
 
 @pytest.mark.parametrize("ratios", [{}, {1: 1.0}, {2: 1.2, 3: 1.3}, {1: 1.5, 2: 1.2}, {1: float("nan"), 2: 1.0}])
@@ -161,7 +161,7 @@ def test_curve_keeps_what_it_measured_and_run_begins_with_it(cli: Any, smollm2: 
     assert profiles(home) == [first], "a short run keeps nothing"
     # What was learnt of the costs never changes a text.
     (path,) = (home / "localspec" / "profiles").glob("*.json")
-    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 7'))
     again = cli(*run, "-n", 20)
     assert json.loads(again.stdout)["ids"] == json.loads(done.stdout)["ids"]
     assert path.read_text().count('"version": 7') == 1

@@ -193,6 +193,8 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
             draft = None
     key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None
     controller = make_controller(choice, profile.load(key) if key else None)
+    if n_sequences > 1:  # what was learnt there holds for passes of many texts, which `run` has not
+        key = None
     trees = make_trees(choice, controller) if drafter is not None else None
     if trees is not None and not (isinstance(drafter, TreeDrafter) and session.n_branches):
         say(f"--spec-tree {choice.trees}: {_no_trees(drafter, session)}; drafting chains")
