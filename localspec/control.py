@@ -44,11 +44,14 @@ ADAPTIVE_N_MAX = 8
 _WINDOW = 256  # tokens of a sequence over which a loss is bounded
 _LOSS = 0.02  # of a window's plain time; 3 % is promised
 _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
+_EARLY = 16  # tokens until the first ones after those: what begins is easily interrupted
 _REFRESH = 192  # tokens of a sequence between plain steps that keep its cost current
 _USUAL = 1.3  # times what plain steps took, that another one may differ by
 _AGAIN = 4  # plain steps in a row because of that, at most
 _STALLED = 2.0  # a step that took so many times what was expected was interrupted; what it took beyond says nothing
+_SURE = 3  # times of a size, before one that takes longer is held to be interrupted
 _PROMISE = 1.05  # times the best rate known, that another size must be able to reach to be looked at
+_RISKED = 0.75  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
@@ -217,7 +220,8 @@ class Adaptive:
 
     def _plain_is_due(self, rate: float) -> bool:
         """Whether plain decoding's cost, which makes so many tokens a second, has to be looked at again."""
-        return self._asked_again > 0 or self._since_plain >= _REFRESH * max(1.0, self._rate / rate)
+        gap = min(_REFRESH, _EARLY * 2 ** max(0, self._plain_seen - _FIRST_PLAIN))
+        return self._asked_again > 0 or self._since_plain >= gap * max(1.0, self._rate / rate)
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
         """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
@@ -355,7 +359,7 @@ class Adaptive:
         """The largest size up to this one whose tokens could all be refused without a loss beyond a share of what is
         allowed."""
         plain = sizes[0].decode
-        budget = self._budget(plain, share)
+        budget = _RISKED * self._budget(plain, share)
         fit = [s for s in sizes if s.m <= size.m and s.decode + s.draft - plain <= budget]
         return fit[-1] if fit else sizes[0]
 
@@ -398,6 +402,7 @@ class Adaptive:
         rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
         usual = self.decode.of(passes)
+        known = self.decode.samples(max(passes)) >= _SURE
         self.decode.record_passes(passes, rest)
         if proposed > 0:
             self.draft.record(proposed, draft)
@@ -416,7 +421,8 @@ class Adaptive:
             for j, value in enumerate(outcome.confidence[: outcome.n_accepted + 1]):
                 self.calibration.record(value, j < outcome.n_accepted)
         # A step that the system interrupted says nothing about drafting: it counts as what it should have taken, doubled.
-        expected = self.decode.of(passes) + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
+        decode = usual if known else self.decode.of(passes)
+        expected = decode + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
         took = min(draft + rest, _STALLED * expected)
         plain = self._plain([o.key for o in outcomes])
         lost = took - plain * gained / n

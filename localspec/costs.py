@@ -5,7 +5,8 @@ kernels work on so many columns at a time, so 8 rows can cost less than 7. It gr
 slower and faster minutes. So each number of rows keeps the median of its last times, all of them relative to one level, the
 machine's speed: when all that is measured takes longer, what is known of other sizes grows with it. The level jumps when it
 has to, and does not follow single times: those differ upwards more than downwards, and it would rise with the noise, away
-from the sizes that are seen rarely.
+from the sizes that are seen rarely. A size that was seen once may have been interrupted just then, and would never be tried
+again: until there are enough, what the sizes around it let expect stands for the times that are missing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _KEPT = 9  # times of each size: their median forgets an interrupted one
 _LATE = 8  # times in a row, whose median tells whether the machine's speed has changed
+_ENOUGH_LATE = 5  # of them, to tell
 _CHANGED = 1.2  # times what was expected
-_UNLIKELY = 4.0  # times what was to be expected
 _ENOUGH = 3  # times of a size to be believed against others
 _SLOPE = 0.06  # a further row, in decodes of one row, before anything is known
 
@@ -29,10 +30,6 @@ class _Time:
     """Of one pass, over the level."""
 
     value: float
-
-
-def _median(times: Iterable[_Time]) -> float:
-    return statistics.median([time.value for time in times])
 
 
 class DecodeCost:
@@ -67,13 +64,11 @@ class DecodeCost:
             self._medians, self._sizes = {}, []
         few = self.samples(rows) < _ENOUGH
         expected = self.seconds(rows)
-        if few and self._times:  # a first time that was interrupted would stand for this size until there are more
-            seconds = min(seconds, _UNLIKELY * expected)
         time = _Time(seconds / self._level)
         self._times.setdefault(rows, collections.deque(maxlen=_KEPT)).append(time)
         if rows not in self._medians:
             bisect.insort(self._sizes, rows)
-        self._medians[rows] = _median(self._times[rows])
+        self._medians[rows] = self._median(rows)
         if not few:
             self._late.append((time, seconds / expected))
             self._follow()
@@ -82,14 +77,23 @@ class DecodeCost:
 
     def _follow(self) -> None:
         """Move the level where the last times say that the machine's speed is another."""
-        off = statistics.median([off for _, off in self._late])
-        if len(self._late) < _LATE or 1 / _CHANGED < off < _CHANGED:
+        offs = [off for _, off in self._late]
+        off = max(1.0, statistics.median_low(offs)) * min(1.0, statistics.median_high(offs))  # most of them are that far off
+        if len(self._late) < _ENOUGH_LATE or 1 / _CHANGED < off < _CHANGED:
             return
         self._level *= off
         for time, _ in self._late:  # which were taken at the new speed
             time.value /= off
         self._late.clear()
-        self._medians |= {rows: _median(times) for rows, times in self._times.items()}
+        for rows in self._times:
+            self._medians[rows] = self._median(rows)
+
+    def _median(self, rows: int) -> float:
+        """Of a size's times, those that are missing being what it was expected to take without them."""
+        times = [time.value for time in self._times[rows]]
+        if len(times) < _ENOUGH:
+            times += [self._expected(rows)] * (_ENOUGH - len(times))
+        return statistics.median(times)
 
     def record_passes(self, passes: Sequence[int], seconds: float) -> None:
         """One decode, in passes of so many rows: each is held to have taken the share of the time that was expected."""
@@ -122,19 +126,22 @@ class DecodeCost:
         return {n: self._ratio(n) / one for n in sorted(self._times) if self.samples(n) >= least}
 
     def _ratio(self, rows: int) -> float:
-        ratio, sizes = self._medians, self._sizes
-        if rows in ratio:
-            return ratio[rows]
+        return self._medians[rows] if rows in self._medians else self._expected(rows)
+
+    def _expected(self, rows: int) -> float:
+        """What an earlier run or the other sizes say about one."""
         if rows in self._prior:
             return self._prior[rows] * self._scale
-        at = bisect.bisect(sizes, rows)
-        if 0 < at < len(sizes):
-            a, b = sizes[at - 1], sizes[at]
+        ratio, sizes = self._medians, self._sizes
+        below = bisect.bisect_left(sizes, rows)
+        above = below + (below < len(sizes) and sizes[below] == rows)
+        if below and above < len(sizes):
+            a, b = sizes[below - 1], sizes[above]
             return ratio[a] + (ratio[b] - ratio[a]) * (rows - a) / (b - a)
-        if at:
-            return ratio[sizes[-1]] * (1 + _SLOPE * (rows - sizes[-1]))
-        if sizes:
-            return ratio[sizes[0]] / (1 + _SLOPE * (sizes[0] - rows))
+        if below:
+            return ratio[sizes[below - 1]] * (1 + _SLOPE * (rows - sizes[below - 1]))
+        if above < len(sizes):
+            return ratio[sizes[above]] / (1 + _SLOPE * (sizes[above] - rows))
         return 1 + _SLOPE * (rows - 1)
 
 

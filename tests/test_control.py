@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from localspec.control import Adaptive, Controller, FixedBlock, Look, Outcome
+from localspec.control import Adaptive, Controller, FixedBlock, Look, Outcome, Passes, one_pass
+from localspec.costs import DecodeCost
+from localspec.passes import rows_of
 
 FLAT = {n: 1 + 0.05 * (n - 1) for n in range(1, 65)}
 STEEP = {n: 0.3 + 0.7 * n for n in range(1, 65)}
@@ -25,6 +27,8 @@ class World:
     draft_cost: float = 0.05
     tells: float = 0.0
     stalls: float = 0.0  # share of steps that take twenty times as long
+    stalled_first: int = 0  # steps at the beginning that do
+    passes: Passes = one_pass
     seed: int = 0
     gained: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -39,7 +43,7 @@ class World:
         start = len(self.seconds)
         while done < n_tokens * n:
             looks = [Look(i, 64, may_cut) for i in range(n)]
-            ks = controller.choose(looks)
+            ks = controller.choose(looks, self.passes)
             floor = controller.floor()
             drafts: list[list[tuple[float, bool]]] = []
             tried = 0
@@ -63,14 +67,16 @@ class World:
                 while accepted < m and draft[accepted][1]:
                     accepted += 1
                 outcomes.append(Outcome(look.key, [c for c, _ in draft[:m]], accepted, accepted + 1))
-            noise = self.random.uniform(0.97, 1.03) * (20 if self.random.random() < self.stalls else 1)
-            rest = self.cost[n + sum(kept)] * noise
+            stalled = self.random.random() < self.stalls or len(self.seconds) < self.stalled_first
+            noise = self.random.uniform(0.97, 1.03) * (20 if stalled else 1)
+            decode = sum(self.cost[rows] for rows in self.passes(tuple((i, 1 + m) for i, m in enumerate(kept))))
+            rest = decode * noise
             drafting = self.draft_cost * tried
             controller.record(outcomes, proposed, drafting, rest)
             self.verified += sum(kept)
             self.gained.append(sum(o.gained for o in outcomes))
             # what the system took away is the same for all, so it is left out of what is compared
-            self.seconds.append(self.cost[n + sum(kept)] + drafting)
+            self.seconds.append(decode + drafting)
             done += self.gained[-1]
         return sum(self.seconds[start:]) / sum(self.gained[start:])
 
@@ -152,6 +158,71 @@ def test_interruptions_do_not_stop_it() -> None:
     quiet = World(FLAT, constant(0.8), seed=1).run(Adaptive(), 3000)
     noisy = World(FLAT, constant(0.8), seed=1, stalls=0.05).run(Adaptive(), 3000)
     assert noisy < 1.1 * quiet
+
+
+def test_plain_steps_that_were_stretched_do_not_make_everything_pay() -> None:
+    for stalled, most in ((1, 1.03), (2, 1.03), (3, 1.06)):
+        world = World(STEEP, constant(0.1), stalled_first=stalled, seed=stalled)
+        world.run(Adaptive(), 4000)
+        assert world.worst_window(STEEP[1]) < most
+
+
+def test_noise_does_not_move_what_is_known_of_sizes_seen_rarely() -> None:
+    """Times differ upwards only; two sizes are measured 3,000 times, the others were at the beginning."""
+    noise = random.Random(0)
+    decode = DecodeCost()
+
+    def record(rows: int) -> None:
+        decode.record(rows, FLAT[rows] * (1 + abs(noise.gauss(0, 0.1))))
+
+    for rows in range(1, 10):
+        for _ in range(3):
+            record(rows)
+    for _ in range(3000):
+        record(noise.choice((1, 4)))
+    for rows in range(2, 10):
+        assert decode.seconds(rows) / decode.seconds(1) == pytest.approx(FLAT[rows], rel=0.15)
+
+
+def test_a_machine_that_slows_down_does_so_for_all_sizes() -> None:
+    decode = DecodeCost()
+    for rows in (1, 2, 4, 8) * 3:
+        decode.record(rows, FLAT[rows])
+    for _ in range(20):
+        decode.record(1, 2 * FLAT[1])
+    assert decode.seconds(8) == pytest.approx(2 * FLAT[8], rel=0.05)
+
+
+def test_a_first_time_that_was_interrupted_does_not_stand_for_its_size() -> None:
+    decode = DecodeCost()
+    for rows in (1, 2, 3) * 3:
+        decode.record(rows, FLAT[rows])
+    decode.record(4, 20 * FLAT[4])
+    assert decode.seconds(4) == pytest.approx(FLAT[4], rel=0.05)
+    decode.record(4, 20 * FLAT[4])  # twice of two is what it takes
+    assert decode.seconds(4) == pytest.approx(20 * FLAT[4])
+
+
+def test_interruptions_are_not_the_speed_of_the_machine() -> None:
+    decode = DecodeCost()
+    for rows in (1, 4) * 9:
+        decode.record(rows, FLAT[rows])
+    for stalled in (1, 20, 1, 20, 1, 20, 1, 20):  # half of the last ones
+        decode.record(4, stalled * FLAT[4])
+    assert decode.seconds(1) == pytest.approx(FLAT[1])
+
+
+def test_drafts_of_several_texts_are_judged_by_the_passes_that_they_take() -> None:
+    """Passes are dear, rows cheap, as on a large model: one draft more than the others' is another pass."""
+    cost = {n: 1 + 0.01 * n for n in range(1, 200)}
+    world = World(cost, constant(0.5), passes=rows_of, draft_cost=0.001, seed=1)
+    controller = Adaptive()
+    world.run(controller, 1500, n=6)
+    assert world.worst_window(cost[6] / 6, 256 * 6) < 1.03
+    assert sum(world.seconds) / sum(world.gained) < 0.75 * cost[6] / 6
+    # Times of several passes are not taken for times of their sum.
+    assert controller.decode.seconds(6) == pytest.approx(cost[6], rel=0.1)
+    assert controller.decode.seconds(12) == pytest.approx(cost[12], rel=0.1)
 
 
 def test_many_sequences_share_a_steep_curve() -> None:
