@@ -401,7 +401,8 @@ class Adaptive:
         passes = self._passes(tuple([(o.key, 1 + len(o.confidence) + o.again) for o in outcomes]))
         rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
-        usual = self.decode.of(passes)
+        before = self.decode.last
+        usual = self.decode.of(passes, before)
         known = self.decode.samples(max(passes)) >= _SURE
         self.decode.record_passes(passes, rest)
         if proposed > 0:
@@ -421,7 +422,7 @@ class Adaptive:
             for j, value in enumerate(outcome.confidence[: outcome.n_accepted + 1]):
                 self.calibration.record(value, j < outcome.n_accepted)
         # A step that the system interrupted says nothing about drafting: it counts as what it should have taken, doubled.
-        decode = usual if known else self.decode.of(passes)
+        decode = usual if known else self.decode.of(passes, before)
         expected = decode + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
         took = min(draft + rest, _STALLED * expected)
         plain = self._plain([o.key for o in outcomes])

@@ -7,6 +7,10 @@ machine's speed: when all that is measured takes longer, what is known of other 
 has to, and does not follow single times: those differ upwards more than downwards, and it would rise with the noise, away
 from the sizes that are seen rarely. A size that was seen once may have been interrupted just then, and would never be tried
 again: until there are enough, what the sizes around it let expect stands for the times that are missing.
+
+A pass with another number of rows than the one before has its graph built anew, which on a small model costs a tenth of a
+decode: plain decoding, one after the other, does not have that. So what a change costs is learnt too, and times of a size
+are what it takes without.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _KEPT = 9  # times of each size: their median forgets an interrupted one
@@ -22,14 +26,16 @@ _LATE = 8  # times in a row, whose median tells whether the machine's speed has 
 _ENOUGH_LATE = 5  # of them, to tell
 _CHANGED = 1.2  # times what was expected
 _ENOUGH = 3  # times of a size to be believed against others
+_DIFFERENCES = 31  # between times with a change and times without, of which the median is what a change costs
 _SLOPE = 0.06  # a further row, in decodes of one row, before anything is known
 
 
 @dataclass(slots=True)
 class _Time:
-    """Of one pass, over the level."""
+    """Of one pass, over the level, and whether the pass before it had another number of rows."""
 
     value: float
+    changed: bool
 
 
 class DecodeCost:
@@ -45,6 +51,9 @@ class DecodeCost:
         self._medians = dict(self._prior)  # of the times; of the prior while there are none
         self._sizes = sorted(self._prior)  # those of `_medians`
         self._scale = 1.0  # between the prior's ratios and those of the sizes seen in this run
+        self.last = 0  # rows of the last pass
+        self._differences: collections.deque[float] = collections.deque(maxlen=_DIFFERENCES)
+        self._change = 0.0  # what another number of rows costs, over the level
 
     @property
     def known(self) -> bool:
@@ -63,9 +72,12 @@ class DecodeCost:
             self._level = seconds / self._ratio(rows)
             self._medians, self._sizes = {}, []
         few = self.samples(rows) < _ENOUGH
-        expected = self.seconds(rows)
-        time = _Time(seconds / self._level)
-        self._times.setdefault(rows, collections.deque(maxlen=_KEPT)).append(time)
+        expected = self.of((rows,), self.last)
+        time = _Time(seconds / self._level, rows != self.last)
+        self.last = rows
+        self._times.setdefault(rows, collections.deque(maxlen=_KEPT))
+        self._compare(time, self._times[rows])
+        self._times[rows].append(time)
         if rows not in self._medians:
             bisect.insort(self._sizes, rows)
         self._medians[rows] = self._median(rows)
@@ -74,6 +86,16 @@ class DecodeCost:
             self._follow()
         if rows in self._prior:
             self._scale = statistics.median(self._medians[n] / self._prior[n] for n in self._sizes if n in self._prior)
+
+    def _compare(self, time: _Time, times: Iterable[_Time]) -> None:
+        """Learn what a change costs from a time and those of the other kind."""
+        others = [other.value for other in times if other.changed != time.changed]
+        if len(others) < _ENOUGH:
+            return
+        difference = time.value - statistics.median(others)
+        self._differences.append(difference if time.changed else -difference)
+        if len(self._differences) >= _ENOUGH:
+            self._change = max(0.0, statistics.median(self._differences))
 
     def _follow(self) -> None:
         """Move the level where the last times say that the machine's speed is another."""
@@ -90,7 +112,7 @@ class DecodeCost:
 
     def _median(self, rows: int) -> float:
         """Of a size's times, those that are missing being what it was expected to take without them."""
-        times = [time.value for time in self._times[rows]]
+        times = [time.value - time.changed * self._change for time in self._times[rows]]
         if len(times) < _ENOUGH:
             times += [self._expected(rows)] * (_ENOUGH - len(times))
         return statistics.median(times)
@@ -100,17 +122,19 @@ class DecodeCost:
         if len(passes) == 1:
             self.record(passes[0], seconds)
             return
-        expected = [self._ratio(rows) for rows in passes]
+        expected = [self.of((rows,), before) for before, rows in zip((self.last, *passes), passes)]
         for rows, each in zip(passes, expected):
-            self.record(rows, seconds * each / sum(expected))
+            self.record(rows, seconds * (each / sum(expected) if self.known else 1 / len(passes)))
 
     def seconds(self, rows: int) -> float:
-        """What a pass of so many rows is expected to take; 0 while nothing is known."""
+        """What a pass of so many rows is expected to take, after one that had as many; 0 while nothing is known."""
         return self._level * self._ratio(rows)
 
-    def of(self, passes: Sequence[int]) -> float:
-        """What a decode in passes of so many rows is expected to take."""
-        return self._level * sum([self._ratio(rows) for rows in passes])
+    def of(self, passes: Sequence[int], after: int = 0) -> float:
+        """What a decode in passes of so many rows is expected to take. `after`: the rows of the pass before, where what a
+        change costs is to count."""
+        changes = sum([a != b for a, b in zip((after, *passes), passes)]) if after and self._change else 0
+        return self._level * (sum([self._ratio(rows) for rows in passes]) + changes * self._change)
 
     def at_most(self, passes: Sequence[int]) -> float:
         """The same, but each pass no more than what larger ones have been seen to take: for what plain decoding costs. Times

@@ -28,11 +28,13 @@ class World:
     tells: float = 0.0
     stalls: float = 0.0  # share of steps that take twenty times as long
     stalled_first: int = 0  # steps at the beginning that do
+    change: float = 0.0  # what another number of rows than in the pass before costs
     passes: Passes = one_pass
     seed: int = 0
     gained: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     verified: int = 0
+    rows: int = 0  # of the last pass
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -69,7 +71,10 @@ class World:
                 outcomes.append(Outcome(look.key, [c for c, _ in draft[:m]], accepted, accepted + 1))
             stalled = self.random.random() < self.stalls or len(self.seconds) < self.stalled_first
             noise = self.random.uniform(0.97, 1.03) * (20 if stalled else 1)
-            decode = sum(self.cost[rows] for rows in self.passes(tuple((i, 1 + m) for i, m in enumerate(kept))))
+            passes = self.passes(tuple((i, 1 + m) for i, m in enumerate(kept)))
+            decode = sum(self.cost[rows] for rows in passes)
+            decode += self.change * sum(a != b for a, b in zip((self.rows, *passes), passes))
+            self.rows = passes[-1]
             rest = decode * noise
             drafting = self.draft_cost * tried
             controller.record(outcomes, proposed, drafting, rest)
@@ -109,12 +114,12 @@ def test_fixed_block_always_drafts() -> None:
     [constant(0.0), constant(0.1), lambda j, at: 0.9 if at % 700 < 60 else 0.02, lambda j, at: 0.3 / (1 + j)],
     ids=["never", "rarely", "stale", "falling"],
 )
-@pytest.mark.parametrize("stalls", [0.0, 0.05], ids=["quiet", "noisy"])
+@pytest.mark.parametrize(("stalls", "change"), [(0.0, 0.0), (0.05, 0.0), (0.0, 0.12)], ids=["quiet", "noisy", "graphs"])
 def test_no_window_is_slower_than_plain_by_more_than_three_percent(
-    cost: dict[int, float], chance: Callable[[int, int], float], stalls: float
+    cost: dict[int, float], chance: Callable[[int, int], float], stalls: float, change: float
 ) -> None:
     for seed in range(3):
-        world = World(cost, chance, draft_cost=0.15, stalls=stalls, seed=seed)
+        world = World(cost, chance, draft_cost=0.15, stalls=stalls, change=change, seed=seed)
         world.run(Adaptive(), 4000)
         assert world.worst_window(cost[1]) < 1.03
 
@@ -210,6 +215,18 @@ def test_interruptions_are_not_the_speed_of_the_machine() -> None:
     for stalled in (1, 20, 1, 20, 1, 20, 1, 20):  # half of the last ones
         decode.record(4, stalled * FLAT[4])
     assert decode.seconds(1) == pytest.approx(FLAT[1])
+
+
+def test_what_another_number_of_rows_costs_is_told_from_what_the_rows_cost() -> None:
+    decode = DecodeCost()
+    before = 0
+    for rows in [1, 1, 1, 1] + [3, 1, 4, 4, 1, 3, 3] * 10:
+        decode.record(rows, FLAT[rows] + 0.12 * (rows != before))
+        before = rows
+    for rows in (1, 3, 4):
+        assert decode.seconds(rows) == pytest.approx(FLAT[rows])
+    assert decode.of((4,), after=3) == pytest.approx(FLAT[4] + 0.12)
+    assert decode.of((3, 4, 4), after=3) == pytest.approx(FLAT[3] + 2 * FLAT[4] + 0.12)
 
 
 def test_drafts_of_several_texts_are_judged_by_the_passes_that_they_take() -> None:
