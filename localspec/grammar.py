@@ -8,12 +8,17 @@ constraint follows from the text and the tokens drafted before it alone, so the 
 **The cost**: asking the grammar about a whole vocabulary takes milliseconds. So it is asked about the likeliest tokens
 first, and only about more where a token beyond them could make a difference (`_settled`).
 
+**What can't be gone on with**: a grammar such as `root ::= "a" root "b" | "a" root "c" | "d"` can be read in twice as many
+ways after each `a`, and llama.cpp keeps them all. Once a token takes long, the next ones are taken by their bytes, and a
+text whose grammar takes a third of a second for one of them has come to its end: nothing is allowed any more.
+
 Not every token has a text that is shown: those without one (control tokens) are forbidden, but for the text's end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Sequence as Seq
 
@@ -32,6 +37,8 @@ F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 
 _LIKELIEST = (64, 512)  # tokens asked about before all are
+_SLOW = 0.0005  # processor seconds of a token, after which tokens are taken byte by byte
+_HOPELESS = 0.3  # of a step, after which the grammar is given up
 _FEW_BEGINNINGS = 16  # first bytes for each of which second ones are asked about
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
@@ -64,14 +71,24 @@ class Constraint:
         self._model = model
         self._bytes_tell = bytes_tell
         self._sampler = sampler
+        self._took = 0.0  # processor seconds of the last step
         _free_with(self, sampler)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the text so far can be read in more ways than can be kept."""
+        return self._took > _HOPELESS
 
     def copy(self) -> Constraint:
         """For tokens that may not count."""
-        return Constraint(self._model, native.lib().llama_sampler_clone(self._sampler), self._bytes_tell)
+        copy = Constraint(self._model, native.lib().llama_sampler_clone(self._sampler), self._bytes_tell)
+        copy._took = self._took
+        return copy
 
     def allowed(self, ids: I32) -> npt.NDArray[np.bool_]:
         """Which of these tokens may come next: bool[n]."""
+        if self.hopeless:
+            return np.zeros(len(ids), np.bool_)
         lib = native.lib()
         candidates = np.zeros(len(ids), _CANDIDATE)
         candidates["id"] = ids
@@ -110,9 +127,22 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """Go on by a token. Raises NativeError where it is not allowed: llama.cpp would end the process."""
+        if self.hopeless:
+            return
         if not self.allows(token):
             raise NativeError(f"token {token} does not go on with the grammar")
-        native.lib().llama_sampler_accept(self._sampler, token)
+        for step in self._steps(token):
+            began = time.thread_time()
+            native.lib().llama_sampler_accept(self._sampler, step)
+            self._took = time.thread_time() - began
+            if self.hopeless:
+                break
+
+    def _steps(self, token: int) -> list[int]:
+        """The token, or, where steps are slow, tokens of one byte each that say the same."""
+        _, single = self._model.tokenizer.starts
+        steps = [int(single[byte]) for byte in self._model.tokenizer.piece(token)] if self._took > _SLOW else []
+        return steps if steps and min(steps) >= 0 else [token]
 
     def useful(self, draft: Draft, may_drop: bool) -> Draft:
         """The draft up to its first token that the grammar forbids.

@@ -172,6 +172,20 @@ def test_a_refused_token_is_an_error_and_not_the_end_of_the_process(session: Tar
             constraint.take(token)
 
 
+def test_a_text_that_can_be_read_in_too_many_ways_comes_to_its_end(session: TargetSession, model: Model) -> None:
+    """Every `a` doubles the ways."""
+    grammar = Grammar(model, 'root ::= "a" root "b" | "a" root "c"')
+    engine = Engine(session, controller=FixedBlock(0))
+    tokens, text, stop, _ = write(engine, grammar, GREEDY)
+    assert (set(text), stop) == ({"a"}, "grammar")
+    assert len(tokens) < 40
+    constraint = grammar.begin()
+    for token in model.tokenizer.encode("a" * 64, add_special=False):
+        constraint.take(token)
+    assert constraint.hopeless and constraint.copy().hopeless
+    assert not len(constraint.every()) and not constraint.may_end
+
+
 PLACES = [
     (to_gbnf(PERSON), '{"name": "thé 😀", "mood": "gl'),
     ('root ::= [^é]+ "x" [éü]', "e 😀xü"),

@@ -77,7 +77,10 @@ def run_cmd(
     finally:
         loaded.close()
     if stop == "grammar":
-        raise UsageError("the grammar came to a place where it allows no token of this model: look at what it needs next")
+        raise UsageError(
+            "the grammar came to a place where it allows no token of this model, or where the text can be read in too many "
+            "ways: look at what it needs next"
+        )
     if stop == "interrupted":
         raise click.exceptions.Exit(130)
 

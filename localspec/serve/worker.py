@@ -27,7 +27,10 @@ from localspec.target import common_start
 
 log = logging.getLogger(__name__)
 
-DEAD_END = "the grammar came to a place where it allows no token of this model, and is not complete"
+DEAD_END = (
+    "the grammar came to a place where it allows no token of this model, and is not complete; "
+    "or the text can be read in too many ways"
+)
 #: tokens of prompts that are computed between two steps of other texts: a fraction of a second, and enough at once that a
 #: prompt is read about as fast as in one piece
 PROMPT_TOKENS = 128
