@@ -182,8 +182,10 @@ def test_a_text_that_can_be_read_in_too_many_ways_comes_to_its_end(session: Targ
     constraint = grammar.begin()
     for token in model.tokenizer.encode("a" * 64, add_special=False):
         constraint.take(token)
-    assert constraint.hopeless and constraint.copy().hopeless
-    assert not len(constraint.every()) and not constraint.may_end
+    assert constraint.hopeless
+    assert constraint.copy().hopeless
+    assert not len(constraint.every())
+    assert not constraint.may_end
 
 
 PLACES = [
