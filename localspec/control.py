@@ -47,6 +47,8 @@ _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
 _EARLY = 16  # tokens until the first ones after those: what begins is easily interrupted
 _REFRESH = 192  # tokens of a sequence between plain steps that keep its cost current
 _USUAL = 1.3  # times what plain steps took, that another one may differ by
+_USED_TO = 16  # plain steps, after which only every _EACH-th is learnt from: Python's part of a step is what plain decoding
+_EACH = 8  # would not have, and after a decode nothing of it is in the processor's caches
 _AGAIN = 4  # plain steps in a row because of that, at most
 _STALLED = 2.0  # a step that took so many times what was expected was interrupted; what it took beyond says nothing
 _SURE = 3  # times of a size, before one that takes longer is held to be interrupted
@@ -201,6 +203,8 @@ class Adaptive:
         self._whole = False
         self._floor = 0.0
         self._passes: Passes = one_pass  # of the session in use
+        self._usual = (0, 0.0)  # sequences of a plain step, and its seconds
+        self._passed_over = 0  # plain steps since one was learnt from
         self._last: dict[str, Any] = {}
 
     @property
@@ -220,7 +224,7 @@ class Adaptive:
 
     def _plain_is_due(self, rate: float) -> bool:
         """Whether plain decoding's cost, which makes so many tokens a second, has to be looked at again."""
-        gap = min(_REFRESH, _EARLY * 2 ** max(0, self._plain_seen - _FIRST_PLAIN))
+        gap = min(_REFRESH, _EARLY << min(8, max(0, self._plain_seen - _FIRST_PLAIN)))
         return self._asked_again > 0 or self._since_plain >= gap * max(1.0, self._rate / rate)
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
@@ -261,11 +265,15 @@ class Adaptive:
             return self._say(none, "off")
         if self._plain_seen < _FIRST_PLAIN:
             return self._say(none, "plain steps first")
+        waits = self.judged and self.advantage <= -_DOUBT and self._since_trial + 1 < self._gap
+        if waits and not self._since_plain and not self._asked_again:
+            self._since_trial += 1
+            return self._say(none, "nothing pays")
         step = self._plain([look.key for look in looks])
         plain = len(looks) / step
         if self._plain_is_due(plain):
             return self._say(none, "plain cost is due")
-        if self.judged and self.advantage <= -_DOUBT and self._since_trial + 1 < self._gap:
+        if waits:
             self._since_trial += 1
             return self._say(none, "nothing pays", predicted=plain)
         if self._budget(step) <= 0:
@@ -398,6 +406,11 @@ class Adaptive:
         if not n:
             return
         self._steps += 1
+        if proposed < 0 and self._is_usual(n, rest):
+            self._ledger.add(n, 0.0, _WINDOW * n)
+            self._follow(n, draft + rest)
+            self._last |= {"rows": n, "gained": n, "ms": round(1e3 * (draft + rest), 3)}
+            return
         passes = self._passes(tuple([(o.key, 1 + len(o.confidence) + o.again) for o in outcomes]))
         rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
@@ -409,10 +422,11 @@ class Adaptive:
             self.draft.record(proposed, draft)
         if proposed < 0 and not any(o.again for o in outcomes):
             self._plain_seen += 1
-            self._since_plain = 0
+            self._since_plain = self._passed_over = 0
             # One that took another time than those before it: which of them were stretched, more of them tell.
             surprise = usual > 0 and not 1 / _USUAL < rest / usual < _USUAL
             self._asked_again = self._asked_again + 1 if surprise and self._asked_again < _AGAIN else 0
+            self._usual = (n, rest) if surprise or not usual else (n, usual)
         else:
             self._since_plain += max(1, gained // n)
         for outcome in outcomes:
@@ -443,6 +457,14 @@ class Adaptive:
             "rows": rows, "gained": gained, "ms": round(1e3 * (draft + rest), 3), "expected_ms": round(1e3 * expected, 3),
             "advantage": round(self.advantage, 3), "loss": round(self._ledger.rise / plain, 2),
         }  # fmt: skip
+
+    def _is_usual(self, n: int, rest: float) -> bool:
+        """Whether a plain step of n sequences is like those before it and need not be learnt from."""
+        if self._plain_seen < _USED_TO or self._passed_over >= _EACH - 1 or self._since_plain or self._asked_again:
+            return False
+        same = self._usual[0] == n and 1 / _USUAL < rest / self._usual[1] < _USUAL
+        self._passed_over += same
+        return same
 
     def _follow(self, gained: int, took: float) -> None:
         follow = max(_FOLLOW, 1 / self._steps)
