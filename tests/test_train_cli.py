@@ -34,6 +34,7 @@ def test_every_setting_is_an_option_with_its_default() -> None:
     code, text = call("eagle3", "--help")
     assert code == 0
     flat = " ".join(text.split())
+    assert "-t, --threads" in flat
     for cls in (TrainSettings, models.find("eagle3").Settings):
         for f in dataclasses.fields(cls):
             assert f"--{f.name.replace('_', '-')}" in flat
@@ -88,12 +89,29 @@ def test_a_picture_replaces_no_other_file(tmp_path: Path) -> None:
 def test_the_group_wants_a_kind_or_a_look() -> None:
     assert "give a kind to train" in call("--target", "x")[1]
     assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]
+    assert "options stand behind the kind" in call("-t", "1", "eagle3", "-m", "x", "-o", "y")[1]
     assert call("eagle4")[0] == 2
 
 
 def test_a_look_ahead_needs_no_data_and_no_place(cli: Cli, smollm2: Path) -> None:
-    done = cli("train", "eagle3", "--preflight", "--target", smollm2)
+    done = cli("train", "eagle3", "--preflight", "--target", smollm2, "-t", 1)
     assert done.rc == 0, done.stderr
     assert "tokens per verify" in done.stderr
     refused = cli("train", "eagle3", "--target", smollm2, "--data", "nowhere")
     assert (refused.rc, "give -o DIR" in refused.stderr) == (2, True)
+
+
+def test_the_look_ahead_takes_as_many_threads_as_asked_for(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def child(arguments: list[str]) -> None:
+        asked.append(arguments)
+        raise LocalspecError("not measured here")
+
+    monkeypatch.setattr("localspec.train.preflight.Child", child)
+    target = str(smollm2)
+    for arguments in (("--preflight", "-m", target, "-t", "3"), ("eagle3", "--preflight", "-m", target, "--threads", "3"),
+                      ("eagle3", "--preflight", "-m", target, "-t", "3")):  # fmt: skip
+        code, said = call(*arguments)
+        assert (code, "not measured here" in said) == (0, True), said
+    assert [arguments[arguments.index("-t") + 1] for arguments in asked] == ["3", "3", "3"]
