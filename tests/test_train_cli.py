@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="training needs PyTorch: pip install localsp
 
 from localspec.cli.train_cmd import train_cmd
 from localspec.errors import LocalspecError
-from localspec.train import models
+from localspec.train import kinds, models
 from localspec.train.settings import TrainSettings
 from tests import train_data
 from tests.conftest import Cli
@@ -40,6 +40,13 @@ def test_every_setting_is_an_option_with_its_default() -> None:
             assert f"--{f.name.replace('_', '-')}" in flat
     assert "[default: 8192]" in flat
     assert call("--help")[1].count("eagle3") >= 1
+
+
+def test_each_kind_has_a_model_and_the_settings_that_are_shown() -> None:
+    folder = Path(kinds.__file__).parent
+    assert sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__") == models.names()
+    for name in models.names():
+        assert models.find(name).Settings is kinds.settings_of(name)
 
 
 @pytest.mark.parametrize(
