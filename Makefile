@@ -61,12 +61,12 @@ demo: setup ## write a text with the default pair, then measure it against plain
 	$(BIN)/localspec run --temp 0 -n $(N) -p "$(PROMPT)" $(ARGS)
 	$(BIN)/localspec bench --limit 3 -n 128 $(ARGS)
 
-demo-draft: $(VENV)/.installed-train ## make the default model's draft again: hours; a stopped run goes on
+demo-draft: $(VENV)/.installed-train ## make the default model's draft again: hours; a stopped run goes on, one that is done with more EPOCHS, TOKENS, ALL
 	$(if $(PROMPTS),$(BIN)/localspec data -o "$(WORK)/data" -f "$(PROMPTS)" --answers 3 --tokens $(TOKENS) -s 1)
 	$(BIN)/localspec data -o "$(WORK)/data" --self $(SELF) -s 1
 	$(BIN)/localspec data -o "$(WORK)/data" -f python: --tokens $(ALL) -s 1
 	$(BIN)/localspec train eagle3 --data "$(WORK)/data" -o "$(WORK)/run" --epochs $(EPOCHS)
-	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0
+	$(BIN)/localspec convert "$(WORK)/run/best" -o "$(WORK)/smollm2-135m-instruct-eagle3.gguf" --quant q4_0 --force
 
 test: $(VENV)/.installed-test ## install what the tests need and run them all
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

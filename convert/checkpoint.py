@@ -43,7 +43,7 @@ class Checkpoint:
         if not path.is_dir():
             raise ModelFileError(f"checkpoint {shown} is not a directory; give the one that holds model.safetensors")
         raw: dict[str, tuple[str, list[int], bytes]] = {}
-        for file in _weights(path, allow_pickle):
+        for file in weights(path, allow_pickle):
             try:
                 if file.suffix != ".safetensors":
                     read = pickled.read(file)
@@ -153,7 +153,7 @@ def target_ids(source: Checkpoint, config: SpeculatorConfig) -> np.ndarray:
     return ids
 
 
-def _weights(path: Path, allow_pickle: bool) -> list[Path]:
+def weights(path: Path, allow_pickle: bool) -> list[Path]:
     """The files that hold a checkpoint's tensors. Raises ModelFileError where there are none, or only pickles unasked."""
     shown = clip(str(path), 400)
     every = sorted(path.glob("*.safetensors"))
@@ -170,7 +170,8 @@ def _weights(path: Path, allow_pickle: bool) -> list[Path]:
         )
     inner = sorted(p.parent.name for p in path.glob("*/model*.safetensors"))
     hint = f"; there is one in {clip(str(path / inner[0]), 400)}" if inner else ""
-    raise ModelFileError(f"checkpoint {shown} has no model.safetensors{hint}")
+    looked_for = ", ".join(("*.safetensors", *pickled.PATTERNS))
+    raise ModelFileError(f"{shown} holds no checkpoint: it has none of the files {looked_for}{hint}")
 
 
 def own_matrix(source: Checkpoint, name: str, target: GGUFFile, shape: tuple[int, int], given: str) -> np.ndarray | None:

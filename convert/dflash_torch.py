@@ -26,8 +26,10 @@ try:
     import torch.nn.functional as F
     from torch import Tensor
 except ImportError as error:  # pragma: no cover
+    from localspec.train import INSTALL
+
     raise UsageError(
-        f"PyTorch can't be imported ({error}), and the comparison needs it: pip install localspec[train], or --no-parity"
+        f"PyTorch can't be imported ({error}), and the comparison needs it: {INSTALL}, or --no-parity"
     ) from None
 
 _CHUNK = 32  # blocks at once

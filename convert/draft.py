@@ -25,6 +25,8 @@ from localspec.speculator import SpeculatorConfig, TargetIdentity
 QUANTS = {"f32": (0, "F32"), "f16": (1, "F16"), "q8_0": (7, "Q8_0"), "q4_0": (2, "Q4_0"), "q4_1": (3, "Q4_1")}
 #: mixtures that llama.cpp's quantiser makes; it falls back to a type with blocks of 32 where rows are no multiple of 256
 MIXED = ("q4_k_m", "q5_k_m", "q6_k")
+#: all that --quant may be of a checkpoint
+DRAFT_QUANTS = (*QUANTS, *MIXED)
 
 Tensors = dict[str, tuple[str, np.ndarray]]
 
@@ -58,8 +60,8 @@ def convert(
     PairingError where the target is not the one it was trained for, UsageError for an unknown `quant` or a file that exists.
     """
     name = quant.lower()
-    if name not in (*QUANTS, *MIXED):
-        raise UsageError(f"--quant {quant}: unknown for a draft; one of {', '.join((*QUANTS, *MIXED))}")
+    if name not in DRAFT_QUANTS:
+        raise UsageError(f"--quant {quant}: unknown for a draft; one of {', '.join(DRAFT_QUANTS)}")
     gguf = GGUFFile.open(target, "target")
     require_model(gguf, "target")
     check_output(output, overwrite, target, *checkpoint.glob("*"))

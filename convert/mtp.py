@@ -177,8 +177,10 @@ def trained(source: Checkpoint, config: SpeculatorConfig, target: GGUFFile) -> R
     try:
         from localspec.convert.mtp_torch import TorchDraft
     except ImportError as error:  # pragma: no cover
+        from localspec.train import INSTALL
+
         raise UsageError(
-            f"PyTorch can't be imported ({error}), and the comparison needs it: pip install localspec[train], or --no-parity"
+            f"PyTorch can't be imported ({error}), and the comparison needs it: {INSTALL}, or --no-parity"
         ) from None
     return TorchDraft(source, config, target)
 

@@ -36,9 +36,9 @@ def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     try:
         import torch
     except ImportError as error:
-        raise UsageError(
-            f"PyTorch can't be imported ({error}), and a pickle needs it: pip install localspec[train]"
-        ) from None
+        from localspec.train import INSTALL
+
+        raise UsageError(f"PyTorch can't be imported ({error}), and a pickle needs it: {INSTALL}") from None
     shown = clip(str(path), 400)
     try:
         with warnings.catch_warnings(action="ignore"):  # of old pickle protocols

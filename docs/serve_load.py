@@ -191,18 +191,13 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def _llama_draft(args: argparse.Namespace) -> list[str]:
     """The flags that make llama-server draft as `localspec serve` does."""
-    from localspec.cli.loading import drafter_name
+    from localspec.cli.loading import pick
     from localspec.cli.options import ModelChoice
-    from localspec.gguf_file import GGUFFile
     from localspec.peer import draft_arguments
-    from localspec.shipped import shipped_draft
     from localspec.target import SessionSettings
 
-    draft = args.draft
-    if draft is None and args.spec_type == "auto":
-        draft = shipped_draft(GGUFFile.open(args.target, "target"))
-    choice = ModelChoice(str(args.target), None, SessionSettings(), 0, draft=str(draft) if draft else None)
-    name = drafter_name(choice, draft)
+    choice = ModelChoice(str(args.target), None, SessionSettings(), 0, spec_type=args.spec_type)
+    name, draft = pick(choice, args.draft, args.target)
     settings = {"draft": str(draft) if draft else None, "spec_type": name, "adapt": True, "n_max": 8, "p_min": 0.0}
     return draft_arguments(settings | {"n_gpu_layers_draft": 0})
 

@@ -14,10 +14,12 @@ import pytest
 
 from localspec.accept import Sampling
 from localspec.cli import main
-from localspec.convert.quantize import quantize, size_remark
+from localspec.convert.draft import DRAFT_QUANTS
+from localspec.convert.quantize import QUANTS, quantize, size_remark
 from localspec.engine import Engine, Request
 from localspec.errors import LocalspecError, UsageError
 from localspec.model import Model
+from localspec.shipped import FOLDER
 from localspec.target import SessionSettings, TargetSession
 from tests.conftest import Cli, CliResult
 
@@ -288,6 +290,28 @@ def test_convert_says_when_the_copy_is_hardly_smaller(cli: Cli, smollm2: Path) -
     assert "warning" not in cli("convert", "a.gguf", "-o", "b.gguf", "--quant", "Q4_0").stderr
     assert size_remark(100, 69, "Q4_0") is None
     assert "is 70 % of its source" in (size_remark(100, 70, "Q4_0") or "")
+
+
+def test_convert_makes_nothing_larger_unasked(cli: Cli, tmp_path: Path) -> None:
+    (draft,) = FOLDER.glob("smollm2*.gguf")  # in Q4_0, the default, of which llama.cpp makes a larger file
+    one_line(cli("convert", draft, "-o", "a.gguf"), "is in Q4_0", "say which --quant")
+    assert not (tmp_path / "a.gguf").exists()
+    assert cli("convert", draft, "-o", "a.gguf", "--quant", "q8_0").rc == 0
+    assert cli("convert", "a.gguf", "-o", "b.gguf").rc == 0
+    assert (tmp_path / "b.gguf").stat().st_size < (tmp_path / "a.gguf").stat().st_size
+    assert cli("convert", "b.gguf", "-o", "c.gguf", "--quant", "Q4_0").rc == 0
+
+
+def test_convert_lists_the_types_that_it_takes(cli: Cli, tmp_path: Path) -> None:
+    shown = " ".join(cli("convert", "--help").stdout.split())
+    for names in (QUANTS, DRAFT_QUANTS):
+        assert f"one of {', '.join(names)} [default" in shown
+
+
+@pytest.mark.parametrize("more", [(), ("--to", "speculators"), ("--allow-pickle",)])
+def test_convert_of_a_directory_without_a_checkpoint(cli: Cli, tmp_path: Path, more: tuple[str, ...]) -> None:
+    (tmp_path / "empty").mkdir()
+    one_line(cli("convert", "empty", "-o", "x.gguf", *more), "empty holds no checkpoint", "*.safetensors, *.bin")
 
 
 def test_convert_interrupted(cli_env: dict[str, str], smollm2: Path, tmp_path: Path) -> None:

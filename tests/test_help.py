@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 
 import click
 import pytest
 
 from localspec.cli import COMMANDS
 from localspec.cli.help import HEADINGS, Command, option
+from localspec.cli.options import DRAFTERS
+from localspec.drafters import names
 
 
 def _sections(command: click.Command) -> dict[str, str]:
@@ -51,3 +55,53 @@ def test_an_option_without_a_heading_comes_last() -> None:
 def test_an_unknown_heading_is_an_error() -> None:
     with pytest.raises(ValueError, match="no heading"):
         option("Nonsense", "--x")(lambda: None)
+
+
+#: localspec where PyTorch is not installed
+_NO_TORCH = """
+import importlib.util, sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Without())
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+from localspec.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("train --help", "eagle3"),
+        ("train eagle3 --help", "--draft-vocab"),
+        ("train dspark --help", "--markov-rank"),
+        ("data --help", "--answers"),
+        ("convert --help", "--quant"),
+    ],
+)
+def test_help_needs_no_torch(cli_env: dict[str, str], command: str, shown: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_TORCH, *command.split()], capture_output=True, text=True, env=cli_env, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shown in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train --preflight", "train eagle3 --data D -o O"])
+def test_what_needs_torch_says_how_to_install_it(cli_env: dict[str, str], command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_TORCH, *command.split()], capture_output=True, text=True, env=cli_env, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "training needs torch: pip install 'localspec[train]'" in line
+    assert "'.[train]'" in line
+
+
+def test_spec_types_are_those_of_the_drafters() -> None:
+    """--spec-type's help and its errors list DRAFTERS: whoever adds a drafter is reminded of it."""
+    assert set(DRAFTERS.values()) == set(names())
+    assert {name for name, drafter in DRAFTERS.items() if name != drafter} == {"dspark"}

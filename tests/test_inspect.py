@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from localspec.cli.inspect_cmd import inspect_files
+from localspec.gguf_file import GGUFFile
 from tests import gguf_maker
 
 
@@ -34,7 +35,7 @@ def test_a_pair_that_fits(cli: Any, tiny: Path, draft: Path) -> None:
         "llama, 2 layers, hidden size 64, 4 heads (2 key/value)",
         "320 tokens, tokenizer gpt2, pre-tokenizer gpt-2",
         "yes: the same 320 tokens",
-        "lm, accept rule match",
+        "ngram,lm, accept rule match",
         "at a context of 256 tokens",
         "stock",
     ):
@@ -62,16 +63,25 @@ def test_our_command_runs(cli: Any, tiny: Path, draft: Path) -> None:
     done = cli(*command[1:], "-n", 8, "--json")
     assert done.rc == 0, done.stderr
     assert json.loads(done.stdout)["n_generated"] <= 8
+    assert json.loads(done.stdout)["drafter"] == report["pair"]["drafter"]
+    assert "--spec-draft-n-max" not in command  # as many as pay, which would be capped
 
 
 def test_json(cli: Any, tiny: Path, draft: Path) -> None:
     done = cli("inspect", tiny, draft, "--json")
     report = json.loads(done.stdout)
     assert (report["target"]["n_layer"], report["draft"]["n_layer"]) == (2, 1)
-    assert report["pair"] == {"fits": True, "drafter": "lm", "accept": "match", "remarks": [], "error": None}
+    assert report["pair"] == {"fits": True, "drafter": "ngram,lm", "accept": "match", "remarks": [], "error": None}
     assert report["n_ctx"] == 512
     assert report["memory"] == sum(report[f]["memory"]["total"] for f in ("target", "draft"))
     assert report["target"]["tokenizer"]["hash"] == report["draft"]["tokenizer"]["hash"]
+
+
+def test_tokens_are_the_same_where_something_else_of_the_tokenizer_differs(cli: Any, tiny: Path, tmp_path: Path) -> None:
+    mask = gguf_maker.edit(tiny, tmp_path / "mask.gguf", put={"tokenizer.ggml.mask_token_id": 3})
+    shown = cli("inspect", tiny, mask).stdout
+    assert GGUFFile.open(tiny).tokenizer_hash() != GGUFFile.open(mask).tokenizer_hash()
+    assert "yes: the same 320 tokens" in shown
 
 
 def test_a_pair_that_does_not_fit(cli: Any, tiny: Path, tmp_path: Path) -> None:
@@ -114,7 +124,7 @@ def test_recurrent_models(cli: Any, tiny: Path, tmp_path: Path) -> None:
     done = cli("inspect", mamba, tiny)
     assert done.rc == 0
     assert "its recurrent state is copied before a block" in done.stdout
-    assert "drafter        lm" in done.stdout
+    assert "drafter        ngram,lm" in done.stdout
     as_draft = cli("inspect", tiny, mamba)
     assert as_draft.rc == 2
     assert "mamba.gguf can't draft: mamba is recurrent" in as_draft.stderr

@@ -239,7 +239,7 @@ def test_from_data_to_drafting(cli: Callable[..., Any], target: Target, tmp_path
     assert "parity" in done.stderr + done.stdout
     seen = cli("inspect", target.path, "draft.gguf")
     assert seen.rc == 0, seen.stderr
-    assert re.search(r"drafter\s+mtp", seen.stdout)
+    assert re.search(r"drafter\s+ngram,mtp,", seen.stdout)
     assert "draft-mtp" in seen.stdout
     draft = tmp_path / "draft.gguf"
     with Model(target.path) as model:

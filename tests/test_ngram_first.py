@@ -251,7 +251,7 @@ def test_on_the_command_line(cli: Any, smollm2: Path) -> None:
         assert result["drafter"] == "ngram,eagle3"
         assert result["ids"] == json.loads(plain.stdout)["ids"]
         assert result["n_accepted"] > 0
-    for name, says in (("ngram,eagle3", "--draft FILE"), ("ngram,none", "no such drafter"), ("lm,eagle3", "combined")):
+    for name, says in (("ngram,lm", "--draft FILE"), ("ngram,none", "no such drafter"), ("lm,eagle3", "combined")):
         done = cli(*ask, "--spec-type", name)
         assert (done.rc, len(done.stderr.splitlines())) == (2, 1)
         assert says in done.stderr

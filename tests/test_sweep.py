@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from localspec.accept import Sampling
 from localspec.charts import Series, bars, lines
 from localspec.cli.bench_cmd import bench_cmd
+from localspec.cli.bench_sweep import _keep_results
 from localspec.drafters import DrafterSettings, load
 from localspec.errors import UsageError
 from localspec.model import Model
@@ -117,6 +118,31 @@ def test_a_sweep_from_the_command_line(cli: Any, tiny: Path, tmp_path: Path) -> 
     assert "Identical text" in text
     assert "llama-cpp-python" in text
     assert "--n-max-list 3,1" in text
+    again = cli(*arguments, "--json", "s.json", "--html", "s.html")
+    assert (again.rc, len(again.stderr.splitlines())) == (2, 1)
+    assert "--json s.json exists: name another file or give --force" in again.stderr
+    assert json.loads((tmp_path / "s.json").read_text()) == result
+
+
+def test_results_are_replaced_where_that_is_asked_for_or_a_sweep_goes_on(tmp_path: Path) -> None:
+    done, state = tmp_path / "s.json", tmp_path / "s.json.state"
+    files = {"--json": done, "--html": tmp_path / "s.html"}
+    done.touch()
+    _keep_results(files, state)  # nothing is lost
+    done.write_text("{}")
+    with pytest.raises(UsageError, match=r"--json .*s\.json exists: .*--force"):
+        _keep_results(files, state)
+    state.touch()
+    _keep_results(files, state)
+
+
+def test_force_replaces_the_results(cli: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text("{}")
+    done = cli("bench", "-m", tiny, "-t", 1, "-n", 4, "--limit", 1, "--sweep", "--n-max-list", 1, "--concurrency", 1,
+               "--temps", 0, "--no-spec-adapt", "--json", "s.json", "--force")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    assert json.loads((tmp_path / "s.json").read_text())["complete"] is True
+    assert sorted(p.name for p in tmp_path.glob("s.*")) == ["s.json"]
 
 
 def test_without_files_the_json_is_the_last_line(cli: Any, tiny: Path, tmp_path: Path) -> None:
@@ -247,6 +273,7 @@ def test_the_state_of_another_sweep(tmp_path: Path) -> None:
         (["--sweep", "--json", __file__], "that file is no JSON"),
         (["--sweep", "--spec-draft-n-max", "0"], "something to draft"),
         (["--html", "s.html"], "add --sweep"),
+        (["--force"], "--force is for a sweep: add --sweep"),
     ],
 )
 def test_mistakes(tiny: Path, arguments: list[str], needle: str) -> None:

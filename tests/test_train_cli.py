@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="training needs PyTorch: pip install localsp
 
 from localspec.cli.train_cmd import train_cmd
 from localspec.errors import LocalspecError
-from localspec.train import models
+from localspec.train import kinds, models
 from localspec.train.settings import TrainSettings
 from tests import train_data
 from tests.conftest import Cli
@@ -34,11 +34,19 @@ def test_every_setting_is_an_option_with_its_default() -> None:
     code, text = call("eagle3", "--help")
     assert code == 0
     flat = " ".join(text.split())
+    assert "-t, --threads" in flat
     for cls in (TrainSettings, models.find("eagle3").Settings):
         for f in dataclasses.fields(cls):
             assert f"--{f.name.replace('_', '-')}" in flat
     assert "[default: 8192]" in flat
     assert call("--help")[1].count("eagle3") >= 1
+
+
+def test_each_kind_has_a_model_and_the_settings_that_are_shown() -> None:
+    folder = Path(kinds.__file__).parent
+    assert sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__") == models.names()
+    for name in models.names():
+        assert models.find(name).Settings is kinds.settings_of(name)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +96,29 @@ def test_a_picture_replaces_no_other_file(tmp_path: Path) -> None:
 def test_the_group_wants_a_kind_or_a_look() -> None:
     assert "give a kind to train" in call("--target", "x")[1]
     assert "options stand behind the kind" in call("--target", "x", "eagle3", "-m", "x", "-o", "y")[1]
+    assert "options stand behind the kind" in call("-t", "1", "eagle3", "-m", "x", "-o", "y")[1]
     assert call("eagle4")[0] == 2
 
 
 def test_a_look_ahead_needs_no_data_and_no_place(cli: Cli, smollm2: Path) -> None:
-    done = cli("train", "eagle3", "--preflight", "--target", smollm2)
+    done = cli("train", "eagle3", "--preflight", "--target", smollm2, "-t", 1)
     assert done.rc == 0, done.stderr
     assert "tokens per verify" in done.stderr
     refused = cli("train", "eagle3", "--target", smollm2, "--data", "nowhere")
     assert (refused.rc, "give -o DIR" in refused.stderr) == (2, True)
+
+
+def test_the_look_ahead_takes_as_many_threads_as_asked_for(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def child(arguments: list[str]) -> None:
+        asked.append(arguments)
+        raise LocalspecError("not measured here")
+
+    monkeypatch.setattr("localspec.train.preflight.Child", child)
+    target = str(smollm2)
+    for arguments in (("--preflight", "-m", target, "-t", "3"), ("eagle3", "--preflight", "-m", target, "--threads", "3"),
+                      ("eagle3", "--preflight", "-m", target, "-t", "3")):  # fmt: skip
+        code, said = call(*arguments)
+        assert (code, "not measured here" in said) == (0, True), said
+    assert [arguments[arguments.index("-t") + 1] for arguments in asked] == ["3", "3", "3"]

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install
 from localspec.data.shards import Sample, Shards  # noqa: E402
 from localspec.errors import TrainError  # noqa: E402
 from localspec.speculator import SpeculatorConfig  # noqa: E402
-from localspec.train import batches, block_attention, checkpoint, evaluate, loop, metrics, models, vocab  # noqa: E402
+from localspec.train import batches, block_attention, checkpoint, evaluate, kinds, loop, metrics, models, vocab  # noqa: E402
 from localspec.train.models.dflash import Blocks, mask_token  # noqa: E402
 from localspec.train.models.dspark import right_so_far  # noqa: E402
 from localspec.train.position_weights import dpace  # noqa: E402
@@ -372,7 +372,7 @@ def test_ranges_and_names() -> None:
     with pytest.raises(TrainError, match=r"--anchors 1\.5: at most 1"):
         check(own("dspark", anchors=1.5))
     assert {"dflash", "dspark", "eagle3"} <= set(models.names())
-    assert models.title("dflash").startswith("DFlash (Chen, Liang and Liu, arXiv 2602.06036)")
+    assert kinds.title("dflash").startswith("DFlash (Chen, Liang and Liu, arXiv 2602.06036)")
 
 
 def test_taps_may_be_any_number(place: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_disk_that_is_too_small_stops_and_says_what_is_missing(tmp_path: Path,
 
 
 def test_a_curve_that_cannot_be_measured_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Curve:
+    def refuse(*_: object, **__: object) -> Curve:
         raise TrainError("no room")
 
     monkeypatch.setattr("localspec.train.preflight.measure", refuse)

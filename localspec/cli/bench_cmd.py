@@ -52,11 +52,12 @@ from localspec.prompts import BUILT_IN, Prompt, read_prompts, spread
 @option("Measuring", "--temps", metavar="T,T,...", help="--sweep: temperatures.  [default: 0,0.8]")
 @option("Output", "--json", "json_file", metavar="FILE", help="--sweep: write the JSON there, not to standard output.")
 @option("Output", "--html", "html_file", metavar="FILE", help="--sweep: write a page with plots and tables there.")
+@option("Output", "--force", is_flag=True, help="--sweep: replace results that are there.")
 @click.pass_context
 def bench_cmd(
     context: click.Context, prompts_file: str | None, limit: int, n_predict: int, peer: str | None, sweeping: bool,
     n_max_list: str | None, concurrency: str | None, temps: str | None, json_file: str | None, html_file: str | None,
-    **options: Any,
+    force: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure plain against speculative decoding on the same prompts.
 
@@ -67,6 +68,7 @@ def bench_cmd(
         if name == "":
             raise UsageError(f"{flag} '': no name given (an unset variable?); name a file, or leave {flag} out")
     of_sweep |= {"--n-max-list": n_max_list, "--concurrency": concurrency, "--temps": temps}
+    of_sweep["--force"] = "" if force else None
     unused = [flag for flag, value in of_sweep.items() if value is not None]
     if unused and not sweeping:
         raise UsageError(f"{unused[0]} is for a sweep: add --sweep, or leave {unused[0]} out")
@@ -82,7 +84,7 @@ def bench_cmd(
 
         wish = Wish(
             "1,2,3,5,8" if n_max_list is None else n_max_list, "1,4,16" if concurrency is None else concurrency,
-            "0,0.8" if temps is None else temps, json_file, html_file, peer,
+            "0,0.8" if temps is None else temps, json_file, html_file, peer, force,
         )  # fmt: skip
         sweep(choice, sampling, prompts, prompts_file, n_predict, wish)
         return

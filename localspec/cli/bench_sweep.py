@@ -47,6 +47,7 @@ class Wish:
     json_file: str | None
     html_file: str | None
     peer: str | None
+    force: bool = False
 
 
 def sweep(
@@ -63,6 +64,10 @@ def sweep(
     files = {flag: _writable(flag, name) for flag, name in (("--json", wish.json_file), ("--html", wish.html_file)) if name}
     if len({path.resolve() for path in files.values()}) < len(files):
         raise UsageError("--json and --html name the same file: give two")
+    first = next(iter(files.values()), None)
+    beside = first.with_name(first.name + ".state") if first else None
+    if not wish.force:
+        _keep_results(files, beside)
     loaded = open_engine(replace(choice, session=_session(choice, prompts, n_predict)), max(grid.concurrency))
     try:
         if loaded.drafter is None:
@@ -70,10 +75,9 @@ def sweep(
         fields = asdict(sampling)
         del fields["temperature"]
         settings = settings_in_effect(loaded, choice, fields, prompts, prompts_file, n_predict)
-        first = next(iter(files.values()), None)
-        state = State(first.with_name(first.name + ".state") if first else None, _belongs_to(settings, prompts, grid))
+        state = State(beside, _belongs_to(settings, prompts, grid))
         if state.n_found:
-            say(f"going on with {state.n_found} parts that were measured before ({first}.state)")
+            say(f"going on with {state.n_found} parts that were measured before ({beside})")
         run = Sweep(loaded.session, loaded.drafter, choice.rule, grid, prompts, sampling, n_predict, state, settings)
 
         def report(complete: bool) -> None:
@@ -128,6 +132,16 @@ def _writable(flag: str, name: str) -> Path:
     if first not in (b"", b"{" if flag == "--json" else b"<"):
         raise UsageError(f"{flag} {name}: that file is no {flag[2:].upper()} and would be lost: name another")
     return path
+
+
+def _keep_results(files: dict[str, Path], state: Path | None) -> None:
+    """Raise UsageError where a file holds results of a sweep that has come to its end. One that was ended before left its
+    state beside the results, and goes on."""
+    if state is not None and state.exists():
+        return
+    for flag, path in files.items():
+        if path.exists() and path.stat().st_size:
+            raise UsageError(f"{flag} {path} exists: name another file or give --force")
 
 
 def _session(choice: ModelChoice, prompts: Sequence[Prompt], n_predict: int) -> Any:

@@ -9,6 +9,7 @@ import click
 
 from localspec.cli.convert_target import DEFAULT_TARGET_QUANT, convert_target_cmd, fetched, is_target_source
 from localspec.cli.loading import fetched_default_model, say
+from localspec.convert.draft import DRAFT_QUANTS
 from localspec.convert.quantize import QUANTS, quantize, size_remark
 from localspec.errors import PairingError, UsageError
 
@@ -31,7 +32,7 @@ _DEFAULT_SHAPE = (30, 576, 49152)
     "--quant",
     metavar="TYPE",
     help=f"Of a GGUF or a target: one of {', '.join(QUANTS)} [default: {DEFAULT_QUANT}; of a target "
-    f"{DEFAULT_TARGET_QUANT}]. Of a checkpoint: q8_0, q4_0, q4_k_m, f16 [default: {DEFAULT_DRAFT_QUANT}].",
+    f"{DEFAULT_TARGET_QUANT}]. Of a checkpoint: one of {', '.join(DRAFT_QUANTS)} [default: {DEFAULT_DRAFT_QUANT}].",
 )
 @click.option("-m", "--target", metavar="FILE", help="Of a checkpoint: its target  [default: the one it was trained with]")
 @click.option("--data", metavar="DIR", help="Of a checkpoint: states to compare on  [default: the run's, or new ones]")
@@ -95,7 +96,7 @@ def convert_cmd(
         size = rewrite(Path(source), Path(output), overwrite=force)
         say(f"{output}: {source} as a llama file, {size / 1e6:.1f} MB, values untouched")
         return
-    _quantize(Path(source), Path(output), quant or DEFAULT_QUANT, force)
+    _quantize(Path(source), Path(output), quant or _default_quant(Path(source)), force)
 
 
 @click.command("quantize")
@@ -106,6 +107,19 @@ def convert_cmd(
 def quantize_cmd(source: str, output: str, quant: str, force: bool) -> None:
     """Write the GGUF file IN to OUT in another quantisation, by llama.cpp's own quantiser."""
     _quantize(Path(source), Path(output), quant, force)
+
+
+def _default_quant(source: Path) -> str:
+    """DEFAULT_QUANT. Raises UsageError for a file that is in it, and for a draft head of so few bits: llama.cpp's recipe
+    keeps a head's largest matrix in Q6_K, so the copy would be the larger one."""
+    from localspec.gguf_file import GGUFFile
+    from localspec.llama_arch import DRAFT_HEADS
+
+    gguf = GGUFFile.open(source, "model")
+    label = gguf.quant_label
+    if label == DEFAULT_QUANT or (gguf.architecture in DRAFT_HEADS and label.startswith(("Q2", "Q3", "Q4"))):
+        raise UsageError(f"{source} is in {label}, so the default, {DEFAULT_QUANT}, makes it no smaller: say which --quant")
+    return DEFAULT_QUANT
 
 
 def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
@@ -120,11 +134,13 @@ def _quantize(source: Path, output: Path, quant: str, force: bool) -> None:
 def _to_speculators(
     source: Path, output: Path, target: str | None, verifier: str | None, force: bool, allow_pickle: bool
 ) -> None:
+    from localspec.convert.checkpoint import weights
     from localspec.convert.speculators import export
 
     model = Path(target) if target else None
     if source.is_dir():
         source = _best_of(source)
+        weights(source, allow_pickle)
         model = model or _target_of(source, _run_of(source))
     done = export(source, output, model, verifier, force, allow_pickle)
     say(f"{output}: {done.title} draft for {done.config.target.name or 'its target'} as a checkpoint of vLLM's speculators, "
@@ -145,9 +161,11 @@ def _checkpoint(
     source: Path, output: Path, quant: str, target: str | None, data: str | None, parity: bool, force: bool,
     allow_pickle: bool,
 ) -> None:  # fmt: skip
+    from localspec.convert.checkpoint import weights
     from localspec.convert.draft import convert
 
     source = _best_of(source)
+    weights(source, allow_pickle)  # before a target is looked for: there may be no checkpoint
     run = _run_of(source)
     model = Path(target) if target else _target_of(source, run)
     if data is None and (Path(run.get("data") or "none") / "manifest.json").is_file():

@@ -75,8 +75,8 @@ def inspect_cmd(
 
 @dataclass(frozen=True)
 class Pair:
-    """How the two work together: ``drafter`` is ours and None where there is none. ``error`` says why they don't; then
-    it is about the target alone, but for ``llama_spec_type``, which may still be the pair's."""
+    """How the two work together: ``drafter`` is what `run` takes by itself, None where there is none. ``error`` says why
+    they don't; then it is about the target alone, but for ``llama_spec_type``, which may still be the pair's."""
 
     drafter: str | None
     llama_spec_type: str | None
@@ -114,10 +114,8 @@ class Report:
         theirs = ["-m", target]
         if self.draft is not None and self.uses_draft:
             ours += ["--draft", str(self.draft.path)]
-        elif pair.drafter in (None, "mtp"):
-            ours += ["--spec-type", pair.drafter or "none"]
-        if pair.drafter is not None:
-            ours += ["--spec-draft-n-max", str(DEFAULT_N_MAX)]
+        elif pair.drafter is None:
+            ours += ["--spec-type", "none"]
         if pair.llama_spec_type is not None:
             with_draft = pair.llama_spec_type.startswith("draft-")
             if self.draft is not None and with_draft:
@@ -178,7 +176,7 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
         alone = Pair(None, None, (*remarks, head), None)
     n_own, no_head = own_heads(target)
     if n_own:
-        alone = Pair("mtp", llama_spec_type("mtp", None), (*remarks, "by the next-token head in its own file"), None)
+        alone = Pair("ngram,mtp", llama_spec_type("mtp", None), (*remarks, "by the next-token head in its own file"), None)
     elif target.get(f"{target.architecture}.nextn_predict_layers", int, 0) and target.architecture not in DRAFT_HEADS:
         alone = replace(alone, remarks=(*alone.remarks, f"it {no_head}"))
     if draft is None:
@@ -195,7 +193,7 @@ def _pair(target: GGUFFile, draft: GGUFFile | None, n_ctx: int) -> Pair:
     able, reason = can_draft(draft)
     if not able:
         return replace(alone, error=f"{clip(draft.path.name, 120)} can't draft: {reason}")
-    return Pair(drafter, spec_type, (*remarks, *_too_long(draft, n_ctx)), None)
+    return Pair(f"ngram,{drafter}", spec_type, (*remarks, *_too_long(draft, n_ctx)), None)
 
 
 def _too_long(file: GGUFFile, n_ctx: int) -> tuple[str, ...]:
@@ -330,7 +328,8 @@ def _pair_rows(report: Report) -> Rows:
 def _same_tokens(target: GGUFFile, draft: GGUFFile) -> str:
     if not draft.tokenizer.tokens:
         return "the draft speaks in the target's tokens"
-    if target.tokenizer_hash() == draft.tokenizer_hash():
+    ours, theirs = target.tokenizer.tokens, draft.tokenizer.tokens
+    if len(ours) == len(theirs) and all(a == b for a, b in zip(ours, theirs)):
         return f"the same {target.vocab_size} tokens"
     return f"the same tokens, up to padding ({target.vocab_size} and {draft.vocab_size})"
 

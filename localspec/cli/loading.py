@@ -11,21 +11,21 @@ import click
 
 from localspec import native, profile, rpc
 from localspec.cli.interrupt import Interrupt
-from localspec.cli.options import ModelChoice
+from localspec.cli.options import DRAFTERS, ModelChoice
 from localspec.control import Adaptive, Controller, FixedBlock
 from localspec.control_tree import FixedTree, TreeChooser, TreesThatPay
-from localspec.drafters import Drafter, DrafterSettings, TreeDrafter, load, names, split, taps
+from localspec.drafters import Drafter, DrafterSettings, TreeDrafter, load, split, taps
 from localspec.engine import Engine
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.llama_arch import SPEC_TYPES
 from localspec.model import Model
-from localspec.pairing import drafter_for, own_heads
-from localspec.shipped import shipped_draft
+from localspec.pairing import drafter_for, is_dspark, own_heads
+from localspec.shipped import shipped_draft, shipped_kinds
 from localspec.target import TargetSession
 
-#: llama.cpp's --spec-type -> our drafter of the same kind
-LLAMA_CPP_NAMES = {theirs: ours for ours, theirs in SPEC_TYPES.items()} | {"draft-dspark": "dflash", "dspark": "dflash"}
+#: llama.cpp's --spec-type -> ours of the same kind
+LLAMA_CPP_NAMES = {theirs: ours for ours, theirs in SPEC_TYPES.items()}
 
 #: sequence ids for the branches of draft trees, which cost a little memory each
 TREE_BRANCHES = 16
@@ -134,18 +134,42 @@ def drafter_name(choice: ModelChoice, draft: Path | None) -> str:
     and --draft contradict each other: before any model is loaded."""
     if choice.spec_type == "auto":
         return _with_ngram(drafter_for(GGUFFile.open(draft, "draft")), choice) if draft else "ngram"
-    parts = [LLAMA_CPP_NAMES.get(part, part) for part in choice.spec_type.split(",")]
-    if len(parts) > 1 and all(part in names() for part in parts):
-        parts = list(split(",".join(parts)))
-    name, last = ",".join(parts), parts[-1]
-    if name != "none" and not all(part in names() for part in parts):
-        known = ", ".join(["auto", "none", *names()])
-        raise PairingError(f"--spec-type {choice.spec_type}: there is no such drafter; there are {known}")
+    name, last = _named(choice)
     if name in ("none", "ngram") and draft:
         raise UsageError(f"--spec-type {choice.spec_type} needs no draft model: leave --draft out")
     if last not in ("none", "ngram", "mtp") and not draft:  # mtp: the head may lie in the target's own file
         raise UsageError(f"--spec-type {choice.spec_type} needs a draft model: give --draft FILE")
+    if draft and last == "dspark" and not is_dspark(GGUFFile.open(draft, "draft")):
+        raise PairingError(f"--spec-type {choice.spec_type}: {draft} is no DSpark draft: use --spec-type auto")
     return name
+
+
+def pick(choice: ModelChoice, draft: Path | None, target: Path) -> tuple[str, Path | None]:
+    """The drafter for `target` and its draft: the one named or, where none is, the one that comes with localspec for this
+    target, if it is of the kind asked for. Raises as `drafter_name` does."""
+    if draft is None and choice.spec_type == "auto":
+        gguf = GGUFFile.open(target, "target")
+        draft = shipped_draft(gguf) if choice.n_max > 0 else None
+        if draft is None and choice.n_max > 0 and own_heads(gguf)[0]:
+            return _with_ngram("mtp", choice), None
+    elif draft is None and _named(choice)[1] in shipped_kinds():
+        draft = shipped_draft(GGUFFile.open(target, "target"), _named(choice)[1])
+    return drafter_name(choice, draft), draft
+
+
+def _named(choice: ModelChoice) -> tuple[str, str]:
+    """(the drafter that a --spec-type other than auto names, the last of its types). Raises PairingError where there is
+    no such drafter."""
+    given = choice.spec_type
+    types = [LLAMA_CPP_NAMES.get(part, part) for part in given.split(",")]
+    if types != ["none"] and not all(part in DRAFTERS for part in types):
+        hint = "; a draft of the kind small is run by lm" if "small" in types else ""
+        known = ", ".join(("auto", "none", *DRAFTERS))
+        raise PairingError(f"--spec-type {given}: there is no such drafter; there are {known}, and ngram,TYPE{hint}")
+    if len(types) > 1:
+        types.sort(key=lambda part: part != "ngram")
+        return ",".join(split(",".join(DRAFTERS[part] for part in types))), types[-1]
+    return DRAFTERS.get(types[0], types[0]), types[0]
 
 
 def _with_ngram(name: str, choice: ModelChoice) -> str:
@@ -161,12 +185,10 @@ def open_engine(choice: ModelChoice, n_sequences: int = 1) -> Loaded:
     would be lost. A second one ends a load at once, and the process with it.
     """
     draft = draft_path(choice)
-    name = drafter_name(choice, draft)
+    if draft or (choice.spec_type != "auto" and _named(choice)[1] not in shipped_kinds()):
+        drafter_name(choice, draft)  # what can't be is said before the target is fetched
     target = target_path(choice)
-    if choice.spec_type == "auto" and draft is None and choice.n_max > 0:
-        gguf = GGUFFile.open(target, "target")
-        draft = shipped_draft(gguf)
-        name = _with_ngram("mtp", choice) if draft is None and own_heads(gguf)[0] else drafter_name(choice, draft)
+    name, draft = pick(choice, draft, target)
     with Interrupt(leave=True) as interrupted:
         loaded = _open_engine(choice, target, draft, name, n_sequences)
     if interrupted():

@@ -23,6 +23,11 @@ from localspec.target import SessionSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: --spec-type -> the drafter (localspec/drafters) that runs it; auto and none beside
+DRAFTERS = {
+    "ngram": "ngram", "lm": "lm", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dflash", "mtp": "mtp",
+}  # fmt: skip
+
 
 def _stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     def apply(function: F) -> F:
@@ -71,10 +76,12 @@ draft_options = _stack(
     option("Speculation", "-hfd", "hfd", metavar="USER/REPO[:QUANT]", help="The draft, from the Hugging Face Hub."),
     option("Machine", "-ngld", "--n-gpu-layers-draft", "n_gpu_layers_draft", default="0", callback=_layers, metavar="N|all",
            help="Layers of the draft on the GPU."),
-    option("Speculation", "--spec-type", "spec_type", default="auto", metavar="auto|none|ngram|lm|eagle3|dflash|mtp",
+    option("Speculation", "--spec-type", "spec_type", default="auto",
+           metavar="auto|none|" + "|".join(DRAFTERS),
            help="How to draft. auto: by looking back where the text repeats itself, elsewhere by the draft, of whatever "
                 "kind it is; without one the draft that comes with localspec for the default model, ngram alone for "
-                "others. ngram,TYPE: the same with a draft of this type. TYPE: by the draft alone."),
+                "others. ngram,TYPE: the same with a draft of this type. TYPE: by the draft alone. lm is any model that "
+                "writes text, trained as small or not; llama.cpp's names (draft-simple, ...) are understood, too."),
     option("Speculation", "--spec-draft-n-max", "n_max", type=click.IntRange(0, 64), metavar="N",
            help=f"Tokens drafted at most per verification.  [default: {ADAPTIVE_N_MAX}; {DEFAULT_N_MAX} with "
                 "--no-spec-adapt]"),

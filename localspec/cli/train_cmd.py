@@ -6,29 +6,25 @@ import dataclasses
 import sys
 import typing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from localspec.cli.loading import default_target, say
 from localspec.errors import UsageError
-from localspec.train import need_torch
+from localspec.train import kinds, need_torch
+from localspec.train.live import LiveSettings
+from localspec.train.settings import TrainSettings, check, from_dict
 
-need_torch()  # one line in place of an import's traceback
-
-from localspec.data.shards import Manifest  # noqa: E402
-from localspec.picture import need_picture  # noqa: E402
-from localspec.train import checkpoint, loop, metrics, models, preflight  # noqa: E402
-from localspec.train.distributed import World  # noqa: E402
-from localspec.train.live import LiveSettings  # noqa: E402
-from localspec.train.settings import TrainSettings, check, from_dict  # noqa: E402
-from localspec.train.target_weights import TargetWeights  # noqa: E402
+if TYPE_CHECKING:
+    from localspec.train.target_weights import TargetWeights
 
 DEFAULT_KIND = "eagle3"
 STATES = ("offline", "online", "hybrid")
 _LIVE = {f.name: f.default for f in dataclasses.fields(LiveSettings)}
 
 _LINE_EVERY = 10  # steps between lines where output is not a terminal
+_SHORT = {"threads": "-t"}  # as other commands have it
 
 
 def _options(cls: Any) -> list[click.Option]:
@@ -36,7 +32,7 @@ def _options(cls: Any) -> list[click.Option]:
     for f in dataclasses.fields(cls):
         flag, limits = f.name.replace("_", "-"), f.metadata
         kind: Any = typing.get_type_hints(cls)[f.name]
-        shown = [f"--{flag}"]
+        shown = [*([_SHORT[f.name]] if f.name in _SHORT else []), f"--{flag}"]
         if kind is bool:
             shown, kind = [f"--{flag}/--no-{flag}"], None
         elif limits["choices"]:
@@ -49,18 +45,17 @@ class _Kinds(click.Group):
     """One command for each file in localspec/train/models."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return models.names()
+        return kinds.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _command(cmd_name) if cmd_name in models.names() else None
+        return _command(cmd_name) if cmd_name in kinds.names() else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Kinds"):
-            formatter.write_dl([(name, models.title(name)) for name in models.names()])
+            formatter.write_dl([(name, kinds.title(name)) for name in kinds.names()])
 
 
 def _command(name: str) -> click.Command:
-    kind = models.find(name)
     files: list[click.Parameter] = [
         click.Option(["-m", "--target"], metavar="FILE", help="The target (GGUF) that made the data. [the default model]"),
         click.Option(["--data"], metavar="DIR", help="Shards of localspec data."),
@@ -78,41 +73,51 @@ def _command(name: str) -> click.Command:
                      help="Tokens of such an answer at most."),
         click.Option(["--init"], metavar="DIR", help="Start from a checkpoint's weights."),
         click.Option(["--preflight"], is_flag=True, help="Only say what must be reached to pay; said at the start, too."),
-        click.Option(["--plot"], metavar="PNG", help="Draw the loss and the tokens per verify."),
+        click.Option(["--plot"], metavar="PNG", help="Draw the loss and the tokens per verify; needs matplotlib."),
     ]
 
     def call(**values: Any) -> None:
         _train(name, values)
 
-    params = [*files, *_options(kind.Settings), *_options(TrainSettings)]
-    return click.Command(name, callback=call, params=params, help=f"Train {models.title(name)}.")
+    params = [*files, *_options(kinds.settings_of(name)), *_options(TrainSettings)]
+    return click.Command(name, callback=call, params=params, help=f"Train {kinds.title(name)}.")
 
 
 @click.group("train", cls=_Kinds, invoke_without_command=True, no_args_is_help=True)
 @click.option("--preflight", "look", is_flag=True, help="Say what a draft must reach here to pay.")
 @click.option("-m", "--target", metavar="FILE", help="The target (GGUF) to look at. [the default model]")
+@click.option("-t", "--threads", type=click.IntRange(0, 512), metavar="N",
+              help="CPU threads that decode in the look; 0: one per core.")
 @click.pass_context
-def train_cmd(ctx: click.Context, look: bool, target: str | None) -> None:
+def train_cmd(ctx: click.Context, look: bool, target: str | None, threads: int | None) -> None:
     """Train a speculator on what its target wrote.
 
     A run that was ended, in whatever way, goes on with the same command.
     """
     if ctx.invoked_subcommand is not None:
-        if look or target is not None:
+        if look or target is not None or threads is not None:
             raise UsageError(f"options stand behind the kind: localspec train {ctx.invoked_subcommand} ...")
         return
     if not look:
         raise UsageError("give a kind to train, such as eagle3, or --preflight")
+    need_torch()
+    from localspec.train import models
+    from localspec.train.target_weights import TargetWeights
+
     opened = TargetWeights(Path(target) if target is not None else default_target())
     kind = models.find(DEFAULT_KIND)
-    _preflight(kind, kind.Settings(), opened, models.taps_of(kind, opened.gguf), None)
+    _preflight(kind, kind.Settings(), opened, models.taps_of(kind, opened.gguf), None, threads or 0)
 
 
-def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...], out: Path | None) -> None:
+def _preflight(
+    kind: Any, settings: Any, target: TargetWeights, taps: tuple[int, ...], out: Path | None, n_threads: int
+) -> None:
+    from localspec.train import models, preflight
+
     shape = kind.shape_of(settings, target, taps)
     size = models.n_parameters(kind, settings, target, taps)
     read = taps if kind.NEEDS_TAPS else None
-    found = preflight.preflight(target.gguf, read, shape.depth, size, out)
+    found = preflight.preflight(target.gguf, read, shape.depth, size, out, n_threads=n_threads)
     for line in found.lines:
         say(line)
     for line in found.warnings:
@@ -120,6 +125,13 @@ def _preflight(kind: Any, settings: Any, target: TargetWeights, taps: tuple[int,
 
 
 def _train(name: str, values: dict[str, Any]) -> None:
+    need_torch()  # one line in place of an import's traceback
+    from localspec.data.shards import Manifest
+    from localspec.picture import need_picture
+    from localspec.train import checkpoint, loop, metrics, models
+    from localspec.train.distributed import World
+    from localspec.train.target_weights import TargetWeights
+
     picture, only_look = values.pop("plot"), values.pop("preflight")
     how = {n: values.pop(n) for n in ("states", "prompts", "answers", "temp", "max_tokens")}
     nothing_yet = only_look and values["data"] is None and how["states"] == "offline"
@@ -127,13 +139,14 @@ def _train(name: str, values: dict[str, Any]) -> None:
     if picture is not None:
         need_picture(Path(picture))
     paths = {n: values.pop(n) for n in ("target", "data", "output", "eval_data", "init")}
-    cls = models.find(name).Settings
+    cls = kinds.settings_of(name)
     own = {f.name for f in dataclasses.fields(cls)}
     if nothing_yet:
         opened = TargetWeights(Path(paths["target"]) if paths["target"] is not None else default_target())
         settings = from_dict(cls, {k: v for k, v in values.items() if k in own}, name)
         out = Path(paths["output"]) if paths["output"] else None
-        _preflight(models.find(name), settings, opened, models.taps_of(models.find(name), opened.gguf), out)
+        kind, n_threads = models.find(name), values["threads"]
+        _preflight(kind, settings, opened, models.taps_of(kind, opened.gguf), out, n_threads)
         return
     if paths["output"] is None:
         raise UsageError("give -o DIR, where the run goes")
@@ -156,7 +169,7 @@ def _train(name: str, values: dict[str, Any]) -> None:
         opened = TargetWeights(run.target)
         ready = run.data is not None and live is None
         taps = tuple(Manifest.load(run.data).taps) if ready and run.data else models.taps_of(models.find(name), opened.gguf)
-        _preflight(models.find(name), run.model_settings, opened, taps, run.out)
+        _preflight(models.find(name), run.model_settings, opened, taps, run.out, run.settings.threads)
     if only_look:
         return
     report = loop.train(run, say, _Display())

@@ -38,7 +38,7 @@ _MOST_ROWS = 17
 @sampling_options()
 @option("Measuring", "--tokens", "n_tokens", type=click.IntRange(1), default=400, show_default=True, metavar="N",
         help="Tokens written to learn from, of six prompts of our own.")
-@option("Output", "--plot", "picture", metavar="PNG", help="Draw it, too.")
+@option("Output", "--plot", "picture", metavar="PNG", help="Draw it, too; needs matplotlib.")
 def tune_cmd(n_tokens: int, picture: str | None, **options: Any) -> None:  # fmt: skip
     """Say how many tokens would be drafted on this machine, and why.
 

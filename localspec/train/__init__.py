@@ -11,8 +11,12 @@ from localspec.errors import TrainError
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+#: how to install it, wherever localspec comes from
+INSTALL = "pip install 'localspec[train]' (in a checkout: pip install '.[train]')"
+
+
 def need_torch() -> None:
     """Raise TrainError where PyTorch or safetensors are missing."""
     missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
     if missing:
-        raise TrainError(f"training needs {' and '.join(missing)}: pip install 'localspec[train]'")
+        raise TrainError(f"training needs {' and '.join(missing)}: {INSTALL}")

@@ -37,11 +37,11 @@ def needed(curve: Curve, draft_ms: float) -> dict[int, float]:
     return {n - 1: (ms + (n - 1) * draft_ms) / curve.ms[0] for n, ms in zip(curve.n, curve.ms) if n > 1}
 
 
-def measure(target: Path, depth: int, rounds: int = 5) -> Curve:
+def measure(target: Path, depth: int, rounds: int = 5, n_threads: int = 0) -> Curve:
     """What verifying 1 to `depth` drafted tokens costs here, in a process of its own: llama.cpp binds its threads.
-    Raises LocalspecError where it can't be measured."""
+    `n_threads` 0: one per core. Raises LocalspecError where it can't be measured."""
     sizes = tuple(range(1, depth + 2))
-    arguments = ["curve", "-m", str(target), "--serve", "--sizes", ",".join(map(str, sizes))]
+    arguments = ["curve", "-m", str(target), "--serve", "--sizes", ",".join(map(str, sizes)), "-t", str(n_threads)]
     with Child(arguments) as child:
         return measure_curves({"here": (sizes, child.round)}, rounds)["here"]
 
@@ -96,16 +96,18 @@ def about_disk(out: Path, parameters: int, found: Findings) -> None:
 
 
 def preflight(
-    gguf: GGUFFile, taps: Sequence[int] | None, depth: int, parameters: int, out: Path | None, curve: Curve | None = None
-) -> Findings:
-    """All of it for a draft of so many `parameters` that drafts up to `depth` tokens; `curve` None: measure it now."""
+    gguf: GGUFFile, taps: Sequence[int] | None, depth: int, parameters: int, out: Path | None, curve: Curve | None = None,
+    n_threads: int = 0,
+) -> Findings:  # fmt: skip
+    """All of it for a draft of so many `parameters` that drafts up to `depth` tokens; `curve` None: measure it now, with so
+    many threads."""
     found = Findings()
     about_target(gguf, taps, found)
     if out is not None:
         about_disk(out, parameters, found)
     try:
         if curve is None:
-            curve = measure(gguf.path, depth)
+            curve = measure(gguf.path, depth, n_threads=n_threads)
     except LocalspecError as error:
         found.warnings.append(f"the cost of verification can't be measured here: {error}")
     if curve is not None:

@@ -67,7 +67,7 @@ class TrainSettings:
     seed: int = setting(0, "Of order and initial weights.", at_least=0, at_most=(1 << 63) - 1)
     dtype: str = setting("auto", "Type of activations and matrix products.", ("auto", "bf16", "fp32"))
     device: str = setting("auto", "auto: CUDA or MPS where there are, else the CPU.", ("auto", "cpu", "cuda", "mps"))
-    threads: int = setting(0, "CPU threads; 0: PyTorch's own choice.", at_least=0, at_most=512)
+    threads: int = setting(0, "CPU threads, of the preflight too; 0: PyTorch's own choice.", at_least=0, at_most=512)
 
     @property
     def peak_lr(self) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -20,6 +18,7 @@ from localspec.gguf_file import GGUFFile
 from localspec.speculator import SpeculatorConfig
 from localspec.taps import default_taps
 from localspec.train.batches import Batch
+from localspec.train.kinds import names
 from localspec.train.target_weights import TargetWeights
 
 
@@ -105,11 +104,6 @@ class Speculator(Protocol):
         ...
 
 
-def names() -> list[str]:
-    """The kinds there are."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
-
-
 def taps_of(kind: Any, target: GGUFFile) -> tuple[int, ...]:
     """The taps that data for this kind has where nobody names others: its own (`Model.taps_wanted`), or the default ones.
     Raises TrainError or UsageError where the target has none such."""
@@ -121,12 +115,6 @@ def n_parameters(kind: Any, settings: Any, target: TargetWeights, taps: tuple[in
     """How large such a model would be, without making it."""
     with torch.device("meta"):
         return sum(p.numel() for p in kind(kind.shape_of(settings, target, taps), settings).parameters())
-
-
-def title(name: str) -> str:
-    """What a kind is, from the first words of its file: "EAGLE-3 (Li et al., arXiv 2503.01840) as llama.cpp runs it"."""
-    text = ast.get_docstring(ast.parse((Path(__file__).parent / f"{name}.py").read_text("utf-8"))) or name
-    return text.split(".\n")[0].split("\n\n")[0].replace("\n", " ").split(", and ")[0].rstrip(".")
 
 
 def find(name: str) -> Any:

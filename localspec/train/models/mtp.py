@@ -17,7 +17,7 @@ So a chain's later steps cost no more than its first, and only those chains that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -36,27 +36,12 @@ from localspec.train.attention import Block, blocks, chain_attention
 from localspec.train.batches import Batch, collate
 from localspec.train.draft_parts import draft_starts, goes_on, positions_of
 from localspec.train.gemma4_keys import KINDS, TargetKeys, main_directions
+from localspec.train.kinds.mtp import Settings
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
-from localspec.train.settings import setting
 from localspec.train.target_weights import TargetWeights
 
-MAX_TTT = 64
 _SMALL = 1 << 26  # an embedding of fewer numbers is kept in fp32
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Of the assistant alone."""
-
-    ttt: int = setting(4, "Steps of the training-time test: tokens in a row that it learns to draft.", at_least=1,
-                       at_most=MAX_TTT)  # fmt: skip
-    width: int = setting(0, "Width of its layers; 0: a quarter of the target's, at least 32.", at_least=0)
-    layers: int = setting(4, "Layers, the last one full, the others windowed.", at_least=2, at_most=64)
-    heads: int = setting(0, "Query heads of each layer; 0: the target's.", at_least=0)
-    n_ff: int = setting(0, "Width of the feed-forward layers; 0: eight times its own.", at_least=0)
-    chains: str = setting("kept", "kept: only chains right so far go on a step; all: every chain.", ("kept", "all"))
-    step_decay: float = setting(1.0, "Weight of each step's loss against the step before.", at_least=0)
 
 
 _LAYER = {

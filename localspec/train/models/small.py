@@ -13,7 +13,7 @@ Jean et al., arXiv 1412.2007, section 3, train so with a proposal of their own).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -31,12 +31,11 @@ from localspec.train import llama_parts, vocab
 from localspec.train.attention import blocks, chain_attention
 from localspec.train.batches import Batch, collate
 from localspec.train.draft_parts import positions
+from localspec.train.kinds.small import Settings
 from localspec.train.losses import best_tokens, head_loss
 from localspec.train.models import DataFacts, LossParts, Rollout
-from localspec.train.settings import setting
 from localspec.train.target_weights import TargetWeights
 
-MAX_DEPTH = 64  # tokens that --spec-draft-n-max allows
 #: The first logits have about this spread (a target's have 3 to 4): what comes out of few layers means little at first, and
 #: at the target's own scale the loss begins at 16 to 20, where knowing nothing is 11. `scale` brings it back: AdamW's steps
 #: would take thousands to double a norm.
@@ -50,18 +49,6 @@ _NAMES = {
     **{n: f"self_attn.{n}_proj.weight" for n in "qkvo"}, **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
     **{n: f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Of the small model alone."""
-
-    layers: str = setting("", "Layers taken from the target, such as 0,1,14,28,29, or their number, spread evenly; without, "
-                              "the first sixth of them.")  # fmt: skip
-    depth: int = setting(4, "Tokens in a row that evaluations draft.", at_least=1, at_most=MAX_DEPTH)
-    frequent: int = setting(4096, "Frequent tokens whose logits every step computes; 0: all tokens'.", at_least=0)
-    sampled: int = setting(2048, "Tokens drawn anew for each batch to stand for all others.", at_least=1)
-    train_head: bool = setting(False, "Train the head, too, and the embedding where the target ties the two.")
 
 
 class _Layer(nn.Module):
