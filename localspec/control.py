@@ -42,7 +42,7 @@ DEFAULT_N_MAX = 3
 ADAPTIVE_N_MAX = 8
 
 _WINDOW = 256  # tokens of a sequence over which a loss is bounded
-_LOSS = 0.02  # of a window's plain time; 3 % is promised
+_LOSS = 0.018  # of a window's plain time; 3 % is promised
 _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
 _EARLY = 16  # tokens until the first ones after those: what begins is easily interrupted
 _REFRESH = 192  # tokens of a sequence between plain steps that keep its cost current
@@ -53,7 +53,7 @@ _AGAIN = 4  # plain steps in a row because of that, at most
 _STALLED = 2.0  # a step that took so many times what was expected was interrupted; what it took beyond says nothing
 _SURE = 3  # times of a size, before one that takes longer is held to be interrupted
 _PROMISE = 1.05  # times the best rate known, that another size must be able to reach to be looked at
-_RISKED = 0.75  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
+_RISKED = 0.9  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
