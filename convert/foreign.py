@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.gguf_format import clip
-from localspec.speculator import SpeculatorConfig
+from localspec.speculator import MAX_BASE, MAX_EPS, MAX_LAYERS, SpeculatorConfig
 
 if TYPE_CHECKING:
     from localspec.convert.checkpoint import Checkpoint
@@ -24,11 +24,17 @@ ROPE = "rope_parameters"
 #: llama3's rope where a config says nothing
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TRAIN = "train an EAGLE-3 draft for this target instead (localspec train)"
-_OBJECTS = ("rope_scaling", "rope_parameters", "eagle_config", "transformer_layer_config")
+_OBJECTS = (
+    "rope_scaling", "rope_parameters", "eagle_config", "dflash_config", "transformer_layer_config", "text_config",
+    "speculators_config",
+)  # fmt: skip
+_LISTS = ("architectures", "layer_types")
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "target_hidden_size", "vocab_size", "draft_vocab_size",
 )  # fmt: skip
+_WINDOWS = ("sliding_window", "swa_window_size")
+_MOST = (1 << 31) - 1
 #: ends of names that only quantised checkpoints have
 _PACKED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
@@ -66,21 +72,42 @@ def check_plain(source: Checkpoint, config: Mapping[str, Any]) -> None:
 
 
 def check_kinds(source: Checkpoint, layer: Mapping[str, Any]) -> None:
-    """Raise ModelFileError for a setting of config.json that is not of its kind; None is nothing said."""
+    """Raise ModelFileError for a setting of config.json that is not of its kind, or beyond what any model has; None is
+    nothing said."""
     rope = {key: value for name in _OBJECTS if isinstance(layer.get(name), dict) for key, value in layer[name].items()}
     for keys, holder, is_right in (
         (_OBJECTS, layer, lambda value: isinstance(value, dict)),
-        (_SIZES, layer, lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
-        (("rms_norm_eps", "rope_theta"), layer, _is_number),
+        (_LISTS, layer, lambda value: isinstance(value, list)),
+        (_SIZES, layer, lambda value: _is_whole(value, 1, _MOST)),
+        (("num_hidden_layers",), layer, lambda value: _is_whole(value, 1, MAX_LAYERS)),
+        (_WINDOWS, layer, lambda value: _is_whole(value, 0, _MOST)),
+        (("rms_norm_eps",), layer, lambda value: _is_number(value, MAX_EPS)),
+        (("rope_theta",), layer, _is_number),
         (("rope_theta", "original_max_position_embeddings", *LLAMA3), rope, _is_number),
     ):
         wrong = next((key for key in keys if holder.get(key) is not None and not is_right(holder[key])), None)
         if wrong is not None:
-            raise source.error(f"has a {wrong} of the wrong kind in config.json ({clip(repr(holder[wrong]), 60)})")
+            raise source.error(
+                f"has a {wrong} in config.json that can't be used ({clip(repr(holder[wrong]), 60)}): give it as its trainer "
+                "wrote it"
+            )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def whole_numbers(source: Checkpoint, key: str, value: Any) -> list[int]:
+    """The layers that `key` of config.json lists. Raises ModelFileError unless they are whole numbers, each given once."""
+    if not isinstance(value, list) or not value or not all(_is_whole(i, -_MOST, _MOST) for i in value):
+        raise source.error(f"has a {key} in config.json that is no list of layers ({clip(repr(value), 60)})")
+    if len(set(value)) < len(value):
+        raise source.error(f"names a layer twice in its {key} in config.json ({clip(repr(value), 60)})")
+    return value
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: Any, most: float = MAX_BASE) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
 
 
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
