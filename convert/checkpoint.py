@@ -103,6 +103,7 @@ class Checkpoint:
         """What this draft is. For checkpoints of others `target` gives the identity that they don't record."""
         if (self.path / CHECKPOINT_FILE).is_file():
             config = SpeculatorConfig.load(self.path)
+            foreign.check_kinds(self, {foreign.ROPE: config.provenance.get(foreign.ROPE)}, CHECKPOINT_FILE)
             if config.method not in methods.names():
                 known = ", ".join(methods.names())
                 raise self.error(f"is of the method {clip(config.method)}; {known} are what can be converted here")

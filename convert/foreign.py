@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.gguf_format import clip
-from localspec.speculator import MAX_BASE, MAX_EPS, MAX_LAYERS, SpeculatorConfig
+from localspec.speculator import MAX_BASE, MAX_EPS, MAX_LAYERS, MIN_EPS, SpeculatorConfig
 
 if TYPE_CHECKING:
     from localspec.convert.checkpoint import Checkpoint
@@ -71,8 +71,8 @@ def check_plain(source: Checkpoint, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_kinds(source: Checkpoint, layer: Mapping[str, Any]) -> None:
-    """Raise ModelFileError for a setting of config.json that is not of its kind, or beyond what any model has; None is
+def check_kinds(source: Checkpoint, layer: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raise ModelFileError for a setting of `file` that is not of its kind, or beyond what any model has; None is
     nothing said."""
     rope = {key: value for name in _OBJECTS if isinstance(layer.get(name), dict) for key, value in layer[name].items()}
     for keys, holder, is_right in (
@@ -81,16 +81,21 @@ def check_kinds(source: Checkpoint, layer: Mapping[str, Any]) -> None:
         (_SIZES, layer, lambda value: _is_whole(value, 1, _MOST)),
         (("num_hidden_layers",), layer, lambda value: _is_whole(value, 1, MAX_LAYERS)),
         (_WINDOWS, layer, lambda value: _is_whole(value, 0, _MOST)),
-        (("rms_norm_eps",), layer, lambda value: _is_number(value, MAX_EPS)),
-        (("rope_theta",), layer, _is_number),
-        (("rope_theta", "original_max_position_embeddings", *LLAMA3), rope, _is_number),
+        (("rms_norm_eps",), layer, lambda value: _is_number(value, MIN_EPS, MAX_EPS)),
+        (("rope_theta",), layer, lambda value: _is_number(value, 1, MAX_BASE)),
+        (("rope_theta", "original_max_position_embeddings"), rope, lambda value: _is_number(value, 1, MAX_BASE)),
+        (LLAMA3, rope, lambda value: _is_number(value, 1e-3, 1e6)),
     ):
         wrong = next((key for key in keys if holder.get(key) is not None and not is_right(holder[key])), None)
         if wrong is not None:
             raise source.error(
-                f"has a {wrong} in config.json that can't be used ({clip(repr(holder[wrong]), 60)}): give it as its trainer "
+                f"has a {wrong} in {file} that can't be used ({clip(repr(holder[wrong]), 60)}): give it as its trainer "
                 "wrote it"
             )
+    if rope.get("rope_type") == "llama3":
+        low, high = (rope.get(key) or LLAMA3[key] for key in ("low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise source.error(f"has a low_freq_factor of {low} in {file}, which must be below its high_freq_factor, {high}")
 
 
 def whole_numbers(source: Checkpoint, key: str, value: Any) -> list[int]:
@@ -106,13 +111,14 @@ def _is_whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_number(value: Any, most: float = MAX_BASE) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The rope's settings under their newer names: ``rope_type``, ``rope_theta``, ``factor``, ..."""
-    older, newer = dict(layer.get("rope_scaling") or {}), dict(layer.get("rope_parameters") or {})
+    given = (layer.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    older, newer = ({key: value for key, value in said.items() if value is not None} for said in given)
     for given in (older, newer):
         short = given.pop("type", None)
         given["rope_type"] = given.get("rope_type") or short or "default"
@@ -135,8 +141,8 @@ def rope_factors(config: SpeculatorConfig) -> npt.NDArray[np.float32] | None:
     said = config.provenance.get(ROPE)
     if not isinstance(said, Mapping) or said.get("rope_type") != "llama3":
         return None
-    factor, low, high = (float(said.get(key, d)) for key, d in LLAMA3.items())
-    original = float(said.get("original_max_position_embeddings", 8192))
+    factor, low, high = (float(said.get(key) or usual) for key, usual in LLAMA3.items())
+    original = float(said.get("original_max_position_embeddings") or 8192)
     speeds = config.rope_base ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = original * speeds / (2 * math.pi)  # of each pair, over the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)

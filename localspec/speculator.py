@@ -23,7 +23,7 @@ JSON_KEY = "localspec.speculator"
 CHECKPOINT_FILE = "localspec.json"
 
 MAX_LAYERS = 1024
-MAX_EPS = 0.1
+MIN_EPS, MAX_EPS = 1e-20, 0.1
 MAX_BASE = 1e15  # of a rope
 _MOST = (1 << 31) - 1
 
@@ -249,7 +249,7 @@ def _checked(cls: type, data: Any, where: str) -> dict[str, Any]:
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_ctx_train"), (1, _MOST)),
     "n_layer": (1, MAX_LAYERS), "draft_vocab": (0, _MOST), "window": (0, _MOST), "depth": (1, MAX_LAYERS),
-    "rms_eps": (1e-20, MAX_EPS), "rope_base": (1, MAX_BASE),
+    "rms_eps": (MIN_EPS, MAX_EPS), "rope_base": (1, MAX_BASE),
 }  # fmt: skip
 
 

@@ -252,6 +252,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (says(rms_norm_eps=1e12), "has a rms_norm_eps in config.json"),
         (says(rms_norm_eps=10**400), "has a rms_norm_eps in config.json"),
         (says(num_hidden_layers=10**9), "has a num_hidden_layers in config.json"),
+        (says(rope_theta=0.5), "has a rope_theta in config.json"),
+        (says(rope_scaling={"rope_type": "llama3", "low_freq_factor": 4}), "low_freq_factor of 4 in config.json, which must"),
         (says(architectures=5), "has a architectures in config.json"),
         (says(layer_types=5), "has a layer_types in config.json"),
         (says(num_attention_heads=3), "asks for"),
@@ -273,6 +275,18 @@ def test_null_is_nothing_said(target: Path, tmp_path: Path) -> None:
     folder = foreign.write(tmp_path / "c", foreign.SPECFORGE | nothing, foreign.eagle3_tensors("midlayer."))
     config = convert(folder, target, tmp_path / "d.gguf").config
     assert (config.n_layer, config.rms_eps, config.n_ctx_train) == (1, 1e-6, 2048)
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [({"factor": "x"}, "has a factor in localspec.json that can't be used"), (5, "has a rope_parameters in localspec.json")],
+)
+def test_an_own_checkpoints_rope_is_looked_at(rope: Any, says: str, target: Path, tmp_path: Path) -> None:
+    folder = foreign.speculators(tmp_path / "c")
+    config = Checkpoint.open(folder).config(GGUFFile.open(target, "target"))
+    (folder / "localspec.json").write_text(replace(config, provenance={"rope_parameters": rope}).to_json())
+    with pytest.raises(ModelFileError, match=says):
+        convert(folder, target, tmp_path / "d.gguf")
 
 
 def test_a_config_nested_beyond_reason(target: Path, tmp_path: Path) -> None:
