@@ -117,8 +117,8 @@ def _is_number(value: Any, least: float, most: float) -> bool:
 
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The rope's settings under their newer names: ``rope_type``, ``rope_theta``, ``factor``, ..."""
-    given = (layer.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
-    older, newer = ({key: value for key, value in said.items() if value is not None} for said in given)
+    both = (layer.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    older, newer = ({key: value for key, value in kept.items() if value is not None} for kept in both)
     for given in (older, newer):
         short = given.pop("type", None)
         given["rope_type"] = given.get("rope_type") or short or "default"
