@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def settled(folder: Path) -> Path | None:
 def load_trainer(folder: Path, device: torch.device) -> dict[str, Any]:
     """What `save` was given as `trainer`. Raises TrainError."""
     try:
-        state = torch.load(folder / TRAINER, map_location=device, weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of odd pickles, to torch's developers
+            state = torch.load(folder / TRAINER, map_location=device, weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
