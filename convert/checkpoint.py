@@ -76,11 +76,19 @@ class Checkpoint:
         return np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor as f32. Raises ModelFileError where it holds NaN or infinity: a training that went wrong."""
-        value = self._array(name).astype(np.float32)
+        """A tensor as f32. Raises ModelFileError where it holds NaN or infinity (a training that went wrong), or whole
+        numbers, which are no weights."""
+        stored = self._array(name)
+        if stored.dtype.kind != "f":
+            raise self.error(f"has whole numbers ({self._raw[name][0]}) in {name}; save it as F32, F16 or BF16")
+        value = stored.astype(np.float32)
         if not np.isfinite(value).all():
             raise self.error(f"has values that are not finite in {name}; take an earlier checkpoint")
         return value
+
+    def marked(self, name: str) -> np.ndarray:
+        """The places of a tensor that are not 0, i64."""
+        return np.flatnonzero(self._array(name))
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers as i64."""
@@ -95,11 +103,13 @@ class Checkpoint:
         """What this draft is. For checkpoints of others `target` gives the identity that they don't record."""
         if (self.path / CHECKPOINT_FILE).is_file():
             config = SpeculatorConfig.load(self.path)
+            foreign.check_kinds(self, {foreign.ROPE: config.provenance.get(foreign.ROPE)}, CHECKPOINT_FILE)
             if config.method not in methods.names():
                 known = ", ".join(methods.names())
                 raise self.error(f"is of the method {clip(config.method)}; {known} are what can be converted here")
             return config
         outer = self.json("config.json")
+        foreign.check_kinds(self, outer)
         foreign.check_plain(self, outer)
         for name in methods.names():
             if methods.find(name).recognises(outer, self.names):
@@ -111,6 +121,8 @@ class Checkpoint:
         """A JSON object beside the tensors. Raises ModelFileError."""
         try:
             value = json.loads((self.path / name).read_text("utf-8"))
+        except RecursionError:
+            raise self.error(f"has no {name} that can be read (nested too deep)") from None
         except (OSError, ValueError) as error:
             raise self.error(f"has no {name} that can be read ({error})") from None
         if not isinstance(value, dict):
@@ -123,7 +135,9 @@ def layer_config(source: Checkpoint, ropes: tuple[str, ...] = ("default",)) -> d
     sizes, has values of the wrong kind, or scales its rope in another way than `ropes` name."""
     outer = source.json("config.json")
     foreign.check_kinds(source, outer)
-    layer = outer | (outer.get("transformer_layer_config") or {})
+    layer = {key: value for key, value in outer.items() if value is not None}
+    inner = layer.get("transformer_layer_config", {})
+    layer |= {key: value for key, value in inner.items() if value is not None}
     foreign.check_kinds(source, layer)
     rope = foreign.rope_settings(layer)
     if rope["rope_type"] not in ropes:
@@ -148,7 +162,7 @@ def target_ids(source: Checkpoint, config: SpeculatorConfig) -> np.ndarray:
             f"has a table d2t that does not give {config.draft_vocab} rising ids below {config.target.n_vocab}: "
             "offsets are expected, target id minus draft id"
         )
-    if "t2d" in source.names and not np.array_equal(np.flatnonzero(source.tensor("t2d")), ids):
+    if "t2d" in source.names and not np.array_equal(source.marked("t2d"), ids):
         raise source.error("has tables d2t and t2d that contradict each other; d2t holds offsets, target id minus draft id")
     return ids
 

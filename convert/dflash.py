@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
+from localspec.convert.foreign import check_kinds, whole_numbers
 from localspec.convert.methods import Reading, Text, n_kept
 from localspec.convert.output import dequantised
 from localspec.convert.speculators import described, vocabulary
@@ -98,6 +99,7 @@ def backbone_config(source: Checkpoint, target: GGUFFile, method: str, extra: Ma
     """The config of a foreign checkpoint, with `extra` added to the backbone's own extra keys."""
     flat = layer_config(source)
     flat = flat | {k: v for k, v in flat.get("dflash_config", {}).items() if v is not None}
+    check_kinds(source, flat)
     _refuse_unsupported(source, flat, target)
     rope = flat.get("rope_parameters") or {}
     n_head, n_layer = flat["num_attention_heads"], flat.get("num_hidden_layers", 1)
@@ -123,7 +125,7 @@ def backbone_config(source: Checkpoint, target: GGUFFile, method: str, extra: Ma
         n_layer=n_layer,
         rms_eps=float(flat.get("rms_norm_eps", 1e-6)),
         rope_base=float(flat.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        draft_vocab=len(source.integers("d2t")) if "d2t" in source.names else 0,
+        draft_vocab=int(source.integers("d2t").size) if "d2t" in source.names else 0,
         depth=n_draft,
         window=window,
         n_ctx_train=int(flat.get("max_position_embeddings", 2048)),
@@ -153,7 +155,10 @@ def _taps(source: Checkpoint, flat: Mapping[str, Any], target: GGUFFile) -> tupl
     inputs, outputs = flat.get("aux_hidden_state_layer_ids"), flat.get("target_layer_ids")
     if not inputs and not outputs:
         raise source.error("does not say which of the target's layers it reads (target_layer_ids) in config.json")
-    taps = tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs or ())
+    if inputs:
+        taps = tuple(whole_numbers(source, "aux_hidden_state_layer_ids", inputs))
+    else:
+        taps = tuple(i + 1 for i in whole_numbers(source, "target_layer_ids", outputs))
     beyond = [tap for tap in taps if not 0 <= tap <= target.n_layer]
     if beyond:
         raise source.error(f"reads the target after layer {beyond[0]}; {target.path.name} has {target.n_layer}")

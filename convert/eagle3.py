@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.convert.checkpoint import Checkpoint, head_name, layer_config, own_matrix, target_ids
-from localspec.convert.foreign import ROPE, rope_factors, rope_settings
+from localspec.convert.foreign import ROPE, rope_factors, rope_settings, whole_numbers
 from localspec.convert.methods import Reading, Text, n_kept
 from localspec.convert.output import dequantised
 from localspec.convert.rope_rows import halves_from_pairs, pairs_from_halves
@@ -132,17 +132,17 @@ def _taps(source: Checkpoint, layer: Mapping[str, Any], target: GGUFFile) -> tup
     """Layers already applied, as GGUF counts them. speculators and vLLM count so too (eagle_aux_hidden_state_layer_ids);
     where SpecForge, SGLang and ModelOpt nest the list in eagle_config it names layers by their output, one less. Without a
     list all of them, and llama.cpp's converter, take the same three."""
-    taps = layer.get("eagle_aux_hidden_state_layer_ids")
-    if not taps:
-        taps = (layer.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        if isinstance(taps, list) and all(isinstance(tap, int) for tap in taps):
-            taps = [tap + 1 for tap in taps]
-    n = target.n_layer
-    if not taps:
+    key, n = "eagle_aux_hidden_state_layer_ids", target.n_layer
+    flat, nested = layer.get(key), (layer.get("eagle_config") or {}).get(key)
+    if flat not in (None, []):
+        taps = whole_numbers(source, key, flat)
+    elif nested not in (None, []):
+        taps = [tap + 1 for tap in whole_numbers(source, key, nested)]
+    else:
         taps = [2, n // 2, n - 3]
-    if not (isinstance(taps, list) and all(isinstance(tap, int) and 0 <= tap <= n for tap in taps)):
+    if not all(0 <= tap <= n for tap in taps):
         raise source.error(f"reads the layers {taps}; {target.name} has {n}: give the target it was trained for")
-    n_read = source.shape("fc.weight")[-1] // target.n_embd
+    n_read = (source.shape("fc.weight") or [0])[-1] // target.n_embd
     if len(taps) != N_TAPS or n_read > N_TAPS:
         raise source.error(
             f"reads {n_read if len(taps) == N_TAPS else len(taps)} states of the target; llama.cpp's EAGLE-3 graph reads "
@@ -153,7 +153,7 @@ def _taps(source: Checkpoint, layer: Mapping[str, Any], target: GGUFFile) -> tup
 
 def _draft_vocab(source: Checkpoint, layer: Mapping[str, Any]) -> int:
     if "d2t" in source.names:
-        return len(source.integers("d2t"))
+        return int(source.integers("d2t").size)
     own, all_of_them = layer.get("draft_vocab_size"), layer.get("vocab_size")
     if own and all_of_them and own != all_of_them:
         raise source.error(f"says {own} of {all_of_them} tokens and lacks the tensor d2t, which says which")

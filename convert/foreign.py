@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.gguf_format import clip
-from localspec.speculator import SpeculatorConfig
+from localspec.speculator import MAX_BASE, MAX_EPS, MAX_LAYERS, MIN_EPS, SpeculatorConfig
 
 if TYPE_CHECKING:
     from localspec.convert.checkpoint import Checkpoint
@@ -24,11 +24,17 @@ ROPE = "rope_parameters"
 #: llama3's rope where a config says nothing
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TRAIN = "train an EAGLE-3 draft for this target instead (localspec train)"
-_OBJECTS = ("rope_scaling", "rope_parameters", "eagle_config", "transformer_layer_config")
+_OBJECTS = (
+    "rope_scaling", "rope_parameters", "eagle_config", "dflash_config", "transformer_layer_config", "text_config",
+    "speculators_config",
+)  # fmt: skip
+_LISTS = ("architectures", "layer_types")
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "target_hidden_size", "vocab_size", "draft_vocab_size",
 )  # fmt: skip
+_WINDOWS = ("sliding_window", "swa_window_size")
+_MOST = (1 << 31) - 1
 #: ends of names that only quantised checkpoints have
 _PACKED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax")
 
@@ -65,27 +71,54 @@ def check_plain(source: Checkpoint, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_kinds(source: Checkpoint, layer: Mapping[str, Any]) -> None:
-    """Raise ModelFileError for a setting of config.json that is not of its kind; None is nothing said."""
+def check_kinds(source: Checkpoint, layer: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raise ModelFileError for a setting of `file` that is not of its kind, or beyond what any model has; None is
+    nothing said."""
     rope = {key: value for name in _OBJECTS if isinstance(layer.get(name), dict) for key, value in layer[name].items()}
     for keys, holder, is_right in (
         (_OBJECTS, layer, lambda value: isinstance(value, dict)),
-        (_SIZES, layer, lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
-        (("rms_norm_eps", "rope_theta"), layer, _is_number),
-        (("rope_theta", "original_max_position_embeddings", *LLAMA3), rope, _is_number),
+        (_LISTS, layer, lambda value: isinstance(value, list)),
+        (_SIZES, layer, lambda value: _is_whole(value, 1, _MOST)),
+        (("num_hidden_layers",), layer, lambda value: _is_whole(value, 1, MAX_LAYERS)),
+        (_WINDOWS, layer, lambda value: _is_whole(value, 0, _MOST)),
+        (("rms_norm_eps",), layer, lambda value: _is_number(value, MIN_EPS, MAX_EPS)),
+        (("rope_theta",), layer, lambda value: _is_number(value, 1, MAX_BASE)),
+        (("rope_theta", "original_max_position_embeddings"), rope, lambda value: _is_number(value, 1, MAX_BASE)),
+        (LLAMA3, rope, lambda value: _is_number(value, 1e-3, 1e6)),
     ):
         wrong = next((key for key in keys if holder.get(key) is not None and not is_right(holder[key])), None)
         if wrong is not None:
-            raise source.error(f"has a {wrong} of the wrong kind in config.json ({clip(repr(holder[wrong]), 60)})")
+            raise source.error(
+                f"has a {wrong} in {file} that can't be used ({clip(repr(holder[wrong]), 60)}): give it as its trainer "
+                "wrote it"
+            )
+    if rope.get("rope_type") == "llama3":
+        low, high = (rope.get(key) or LLAMA3[key] for key in ("low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise source.error(f"has a low_freq_factor of {low} in {file}, which must be below its high_freq_factor, {high}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def whole_numbers(source: Checkpoint, key: str, value: Any) -> list[int]:
+    """The layers that `key` of config.json lists. Raises ModelFileError unless they are whole numbers, each given once."""
+    if not isinstance(value, list) or not value or not all(_is_whole(i, -_MOST, _MOST) for i in value):
+        raise source.error(f"has a {key} in config.json that is no list of layers ({clip(repr(value), 60)})")
+    if len(set(value)) < len(value):
+        raise source.error(f"names a layer twice in its {key} in config.json ({clip(repr(value), 60)})")
+    return value
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The rope's settings under their newer names: ``rope_type``, ``rope_theta``, ``factor``, ..."""
-    older, newer = dict(layer.get("rope_scaling") or {}), dict(layer.get("rope_parameters") or {})
+    both = (layer.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    older, newer = ({key: value for key, value in kept.items() if value is not None} for kept in both)
     for given in (older, newer):
         short = given.pop("type", None)
         given["rope_type"] = given.get("rope_type") or short or "default"
@@ -108,8 +141,8 @@ def rope_factors(config: SpeculatorConfig) -> npt.NDArray[np.float32] | None:
     said = config.provenance.get(ROPE)
     if not isinstance(said, Mapping) or said.get("rope_type") != "llama3":
         return None
-    factor, low, high = (float(said.get(key, d)) for key, d in LLAMA3.items())
-    original = float(said.get("original_max_position_embeddings", 8192))
+    factor, low, high = (float(said.get(key) or usual) for key, usual in LLAMA3.items())
+    original = float(said.get("original_max_position_embeddings") or 8192)
     speeds = config.rope_base ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = original * speeds / (2 * math.pi)  # of each pair, over the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)

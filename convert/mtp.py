@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from localspec import clusters
 from localspec.convert.checkpoint import Checkpoint
+from localspec.convert.foreign import check_kinds
 from localspec.convert.methods import Reading, Text
 from localspec.convert.output import Typed, dequantised
 from localspec.errors import PairingError, UsageError
@@ -69,11 +70,12 @@ def recognises(config: Mapping[str, Any], names: set[str]) -> bool:
 
 def foreign_config(source: Checkpoint, target: GGUFFile) -> SpeculatorConfig:
     outer = source.json("config.json")
-    text = outer | outer.get("text_config", {})
+    text = outer | (outer.get("text_config") or {})
+    check_kinds(source, text)
 
     def number(*keys: str) -> int:
         value = next((text[key] for key in keys if text.get(key) is not None), None)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
             raise source.error(f"says no {keys[0]} in config.json that can be used ({value})")
         return value
 
@@ -84,7 +86,7 @@ def foreign_config(source: Checkpoint, target: GGUFFile) -> SpeculatorConfig:
     try:
         config = assistant_config(
             target, windowed, number("hidden_size"), number("num_attention_heads"), number("intermediate_size"),
-            float(text.get("rms_norm_eps", 1e-6)), _DEPTH,
+            float(text.get("rms_norm_eps") or 1e-6), _DEPTH,
         )  # fmt: skip
         read = dict(zip((True, False), layers_read(target)))
     except PairingError as error:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from localspec.errors import LocalspecError, UsageError
+from localspec.errors import LocalspecError, ModelFileError, UsageError
 from localspec.gguf_file import GGUFFile
-from localspec.gguf_format import TENSOR_TYPES, StringArray
+from localspec.gguf_format import TENSOR_TYPES, StringArray, clip
 
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 
@@ -129,6 +129,8 @@ def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
     for key, value in keys.items():
         if key == "general.architecture":
             continue
+        if not isinstance(value, Typed):
+            _require_storable(key, value)
         if isinstance(value, Typed):
             kind, is_array = types(value.kind), value.is_array
             writer.add_key_value(key, value.value, types.ARRAY if is_array else kind, sub_type=kind if is_array else None)
@@ -143,6 +145,22 @@ def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
         else:
             is_bools = all(isinstance(item, bool) for item in value)
             writer.add_key_value(key, list(value), types.ARRAY, sub_type=types.BOOL if is_bools else types.INT32)
+
+
+def _require_storable(key: str, value: Any) -> None:
+    """Raise ModelFileError for a number beyond the type that it is stored as (see `write_gguf`)."""
+    if isinstance(value, bool | str):
+        return
+    if isinstance(value, int):
+        fits = 0 <= value < 1 << 32
+    elif isinstance(value, float):
+        fits = abs(value) <= float(np.finfo(np.float32).max)
+    else:
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        fits = isinstance(values, list | tuple) and all(isinstance(v, int) and -1 << 31 <= v < 1 << 31 for v in values)
+    if not fits:
+        shown = clip(repr(value), 60)
+        raise ModelFileError(f"{clip(key)} would be {shown}, which no file can hold: mend the checkpoint's configuration")
 
 
 class Typed:

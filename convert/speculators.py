@@ -124,7 +124,9 @@ def _values(draft: GGUFFile, name: str) -> np.ndarray:
 
 def _verifier(source: Checkpoint) -> str | None:
     said = source.json("config.json") if (source.path / "config.json").is_file() else {}
-    name = ((said.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    known = said.get("speculators_config")
+    verifier = known.get("verifier") if isinstance(known, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     return name if isinstance(name, str) else None
 
 

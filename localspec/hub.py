@@ -341,6 +341,8 @@ class Hub:
         self._commit = info.sha
         self._files = {}
         for sibling in info.siblings or ():
+            if not isinstance(sibling.rfilename, str):
+                raise ValueError(f"a file named {sibling.rfilename!r}")
             sha256 = getattr(sibling.lfs, "sha256", None) if sibling.lfs else None
             self._files[sibling.rfilename] = RemoteFile(sibling.size, sha256, None if sha256 else sibling.blob_id)
         return self._files

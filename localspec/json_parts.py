@@ -165,6 +165,10 @@ _DIGIT: Ranges = [(48, 57)]
 _WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
 _BLANK: Ranges = [(9, 10), (13, 13), (32, 32)]
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _BLANK}
+#: whatever JavaScript or Python takes for a blank (\s), and what ends a line (which . is not)
+_ANY_BLANK: Ranges = [(9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+                      (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]  # fmt: skip
+_LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
 _NAMED = {"n": 10, "t": 9, "r": 13, "f": 12}
 #: what stands in a JSON string as itself
 _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, 0x10FFFF)]
@@ -229,14 +233,18 @@ class _Pattern:
         if c == "[":
             return _of_ranges(self._class())
         if c == ".":
-            return _of_ranges(_without([]))
+            return _of_ranges(_without(_LINE_ENDS))
         return _of_ranges(self._escape() if c == "\\" else [(ord(c), ord(c))])
 
-    def _escape(self) -> Ranges:
+    def _escape(self, negated: bool = False) -> Ranges:
+        """What stands for some characters stands for no more of them than any reader's; in a negated class for no fewer."""
         c = self._here()
         self._at += 1
         if c.lower() in _CLASSES and c:
-            return _CLASSES[c] if c.islower() else _without(_CLASSES[c.lower()])
+            few = _CLASSES[c.lower()]
+            if c.islower():
+                return _ANY_BLANK if negated and c == "s" else few
+            return _without(_ANY_BLANK if c == "S" and not negated else few)
         if c in _NAMED:
             return [(_NAMED[c], _NAMED[c])]
         if c in ("x", "u"):
@@ -254,23 +262,23 @@ class _Pattern:
         self._at += negated
         ranges: Ranges = []
         while self._here() != "]":
-            first = self._member()
+            first = self._member(negated)
             if self._here() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
-                last = self._member()
-                if len(first) > 1 or len(last) > 1 or first[0][0] > last[0][1]:
-                    raise self._wrong("a range that is none")
+                last = self._member(negated)
+                if not (_is_one(first) and _is_one(last) and first[0][0] <= last[0][1]):
+                    raise self._wrong("a range that is none: write \\- for the sign itself")
                 first = [(first[0][0], last[0][1])]
             ranges += first
         self._at += 1
         return _without(ranges) if negated else ranges
 
-    def _member(self) -> Ranges:
+    def _member(self, negated: bool) -> Ranges:
         c = self._here()
         if not c:
             raise self._wrong("a class is not closed")
         self._at += 1
-        return self._escape() if c == "\\" else [(ord(c), ord(c))]
+        return self._escape(negated) if c == "\\" else [(ord(c), ord(c))]
 
     def _times(self) -> str:
         c = self._here()
@@ -292,6 +300,11 @@ class _Pattern:
 
     def _wrong(self, what: str) -> UsageError:
         return UsageError(f"{self._where}: {what} (character {self._at})")
+
+
+def _is_one(ranges: Ranges) -> bool:
+    """Whether this is one character."""
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
 
 
 def _without(ranges: Ranges) -> Ranges:

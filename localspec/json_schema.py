@@ -2,17 +2,20 @@
 
 The other way round it need not hold: properties come in the schema's order, what it leaves open is left out (properties that
 it does not name, unless `additionalProperties` says so), blanks are few. What can't be written as a grammar is refused by
-name, never passed over, but for what only describes (`title`, `default`, ...).
+name, never passed over, but for what only describes (`title`, `default`, ...). Of `oneOf` the alternatives must exclude
+each other by what can be told of them (json_exclusive.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from localspec import gbnf
 from localspec.errors import UsageError
+from localspec.json_exclusive import exclusive
 from localspec.json_parts import FORMATS, PARTS, integers, literal, numbers, other_strings, pattern
 
 MAX_BYTES = 1 << 16
@@ -50,13 +53,14 @@ def to_gbnf(schema: Any) -> str:
         size = len(json.dumps(schema))
         if size > MAX_BYTES:
             raise UsageError(f"the schema has {size:,} bytes; at most {MAX_BYTES:,} are taken")
-        text = _Converter(schema).grammar()
+        converter = _Converter(schema)
+        text = converter.grammar()
     except RecursionError:
         raise UsageError("the schema is nested too deep") from None
     try:
         gbnf.check(text)
     except UsageError as error:
-        raise UsageError(f"the schema can't be written as a grammar: {error}") from error
+        raise UsageError(f"the schema can't be written as a grammar: {converter.said(str(error), text)}") from error
     return text
 
 
@@ -68,6 +72,17 @@ class _Converter:
         self._rules: dict[str, str] = {}
         self._parts: dict[str, str] = {}
         self._refs: dict[str, str] = {}
+        self._places: dict[str, str] = {}  # of rules
+        self._place = "schema"
+
+    def said(self, error: str, grammar: str) -> str:
+        """An error about the grammar as one about the schema, whose writer never saw the other."""
+        line = re.match(r"grammar, line ([0-9]+): ", error)
+        if line:
+            name = grammar.split("\n")[int(line[1]) - 1].split(" ")[0]
+            return f"{self._places.get(name, 'schema')}: {error[line.end() :]}"
+        rule = re.match(r"the grammar's rule '([a-z0-9]+)' ", error)
+        return f"{self._places.get(rule[1], 'schema')} {error[rule.end() :]}" if rule else error
 
     def grammar(self) -> str:
         root = self._visit(self._schema, "schema")
@@ -76,6 +91,7 @@ class _Converter:
     def _rule(self, text: str) -> str:
         name = f"r{len(self._rules)}"
         self._rules[name] = text
+        self._places[name] = self._place
         return name
 
     def _part(self, name: str) -> str:
@@ -89,6 +105,12 @@ class _Converter:
 
     def _visit(self, schema: Any, where: str) -> str:
         """A rule's name."""
+        before, self._place = self._place, where
+        made = self._made(schema, where)
+        self._place = before
+        return made
+
+    def _made(self, schema: Any, where: str) -> str:
         if schema is False:
             raise UsageError(f"{where}: false admits nothing")
         if schema is True:
@@ -107,6 +129,8 @@ class _Converter:
             if several in keys:
                 self._alone(keys, {several}, where)
                 options = self._list(keys[several], f"{where}.{several}")
+                if several == "oneOf":
+                    self._require_exclusive(options, f"{where}.oneOf")
                 return self._rule(" | ".join(self._visit(o, f"{where}.{several}[{i}]") for i, o in enumerate(options)))
         if "allOf" in keys:
             self._alone(keys, {"allOf"}, where)
@@ -118,6 +142,15 @@ class _Converter:
         self._alone(keys, known, where)
         made = [getattr(self, f"_{kind}")({k: v for k, v in keys.items() if k in _KEYWORDS[kind]}, where) for kind in types]
         return made[0] if len(made) == 1 else self._rule(" | ".join(made))
+
+    def _require_exclusive(self, options: list[Any], where: str) -> None:
+        for i, option in enumerate(options):
+            for j in range(i):
+                if not exclusive(options[j], option, lambda ref: self._target(ref, where)):
+                    raise UsageError(
+                        f"{where}: both of the alternatives {j} and {i} may fit, and oneOf wants one: give them different "
+                        "types, or a required property with different constants; or write anyOf"
+                    )
 
     def _types(self, keys: dict[str, Any], where: str) -> list[str]:
         given = keys.get("type")
@@ -147,19 +180,24 @@ class _Converter:
             raise UsageError(f"{where} must be a list with at least one entry")
         return value
 
-    def _ref(self, ref: Any, where: str) -> str:
+    def _target(self, ref: Any, where: str) -> Any:
+        """What a reference names."""
         if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise UsageError(f"{where}.$ref: {_clip(ref)} is not in this schema; only places in it (#/...) are supported")
+        target = self._schema
+        for step in ref.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            elif isinstance(target, dict) and step in target:
+                target = target[step]
+            else:
+                raise UsageError(f"{where}.$ref: there is no {_clip(ref)}")
+        return target
+
+    def _ref(self, ref: Any, where: str) -> str:
+        target = self._target(ref, where)
         if ref not in self._refs:
-            target = self._schema
-            for step in ref.split("/")[1:]:
-                step = step.replace("~1", "/").replace("~0", "~")
-                if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                    target = target[int(step)]
-                elif isinstance(target, dict) and step in target:
-                    target = target[step]
-                else:
-                    raise UsageError(f"{where}.$ref: there is no {_clip(ref)}")
             self._refs[ref] = self._rule("")  # known from now on: it may name itself
             self._rules[self._refs[ref]] = self._visit(target, ref)
         return self._refs[ref]
@@ -292,6 +330,9 @@ class _Converter:
         value = keys.get(name)
         if value is not None and (not _IS["integer"](value) or value < 0):
             raise UsageError(f"{where}.{name} must be a whole number, 0 or more, not {_clip(value)}")
+        if value is not None and value > gbnf.MAX_REPEATS:
+            most = f"a grammar has no repetition of more than {gbnf.MAX_REPEATS:,}"
+            raise UsageError(f"{where}.{name}: {most}, and {_clip(value)} is given")
         return None if value is None else int(value)
 
 

@@ -22,6 +22,11 @@ from localspec.gguf_format import clip, describe
 JSON_KEY = "localspec.speculator"
 CHECKPOINT_FILE = "localspec.json"
 
+MAX_LAYERS = 1024
+MIN_EPS, MAX_EPS = 1e-20, 0.1
+MAX_BASE = 1e15  # of a rope
+_MOST = (1 << 31) - 1
+
 KeyValue = int | float | bool | str | list[int]
 
 
@@ -110,10 +115,11 @@ class SpeculatorConfig:
         else: missing or unknown keys, values of the wrong kind."""
         try:
             data = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ModelFileError(f"{where} is no valid JSON; write it again by the command that made it") from None
         data = _checked(cls, data, where)
         target = TargetIdentity(**_checked(TargetIdentity, data.pop("target"), f"{where}, target,"))
+        _check_ranges(data, where)
         return cls(target=target, **data)
 
     @classmethod
@@ -237,6 +243,28 @@ def _checked(cls: type, data: Any, where: str) -> dict[str, Any]:
         if not ok:
             raise ModelFileError(f"{where} has a {name} of the wrong kind ({clip(repr(value))})")
     return {k: tuple(v) if declared[k].type == "tuple[int, ...]" else v for k, v in data.items()}
+
+
+#: key -> least and most value
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_ctx_train"), (1, _MOST)),
+    "n_layer": (1, MAX_LAYERS), "draft_vocab": (0, _MOST), "window": (0, _MOST), "depth": (1, MAX_LAYERS),
+    "rms_eps": (MIN_EPS, MAX_EPS), "rope_base": (1, MAX_BASE),
+}  # fmt: skip
+
+
+def _check_ranges(data: Mapping[str, Any], where: str) -> None:
+    """Raise ModelFileError, naming it, for a value that no draft can have."""
+    for name, (least, most) in _RANGES.items():
+        if not least <= data.get(name, least) <= most:  # a NaN isn't, either
+            raise ModelFileError(f"{where} has a {name} of {clip(repr(data[name]))}; {least:g} to {most:g} is possible")
+    if not all(0 <= tap <= _MOST for tap in data["taps"]):
+        raise ModelFileError(f"{where} has taps that can't be ({clip(repr(data['taps']))})")
+    for key, value in data.get("extra", {}).items():
+        numbers = value if isinstance(value, list) else [value]
+        is_number = all(isinstance(n, int | float) and -_MOST <= n <= _MOST for n in numbers)
+        if not (isinstance(value, str) or is_number):
+            raise ModelFileError(f"{where} has a value for {clip(key)} in extra that can't be ({clip(repr(value))})")
 
 
 def _same(ours: KeyValue, theirs: Any) -> bool:

@@ -45,7 +45,8 @@ class FakeHub:
     ``cut_after``: bytes of a file that go out before the connection is closed, ``cuts`` times.
     ``hold_after``: bytes of a file that go out before the rest waits for ``go_on``. ``hold_upload_after``: bytes of a large
     file that come in before the rest does (``holding`` is set then).
-    ``broken``: None, a status that every request gets, or "login-page"; only those with ``broken_at`` in their path.
+    ``broken``: None, a status that every request gets, "login-page" or "odd-names"; only those with ``broken_at`` in
+    their path.
     ``ranges``: where the parts of files began that were asked for. ``ignored``: files that a commit leaves out.
     ``objects``: what lies in the store of large files, by SHA-256; a commit alone puts it into a repository.
     """
@@ -124,6 +125,8 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
             self._sound(path)
         elif isinstance(self.hub.broken, int):
             self._send(self.hub.broken, b"in trouble", {})
+        elif self.hub.broken == "odd-names":
+            self.send_json({"id": "user/repo", "sha": COMMIT, "siblings": [{"rfilename": 5}]})
         elif self.hub.broken:
             self._send(200, b"<html>Please log in to the hotel's network</html>", {"Content-Type": "text/html"})
         else:

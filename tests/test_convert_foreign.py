@@ -17,7 +17,7 @@ from localspec import native
 from localspec.convert import parity
 from localspec.convert.checkpoint import Checkpoint
 from localspec.convert.draft import convert
-from localspec.convert.output import dequantised
+from localspec.convert.output import dequantised, write_gguf
 from localspec.errors import ModelFileError
 from localspec.gguf_file import GGUFFile
 from localspec.model import Model
@@ -231,15 +231,31 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (says(target_hidden_size=128), "reads states 128 wide; .* are 64: give the target it was trained for"),
         (says(vocab_size=512), "was trained for 512 tokens; .* has 320"),
         (lacks("d2t"), "says 96 of 320 tokens and lacks the tensor d2t"),
-        (says(rope_scaling="llama3"), r"has a rope_scaling of the wrong kind in config.json \('llama3'\)"),
-        (says(rope_scaling={"rope_type": "llama3", "factor": "8"}), "has a factor of the wrong kind"),
-        (says(transformer_layer_config=[]), "has a transformer_layer_config of the wrong kind"),
-        (says(eagle_config="x"), "has a eagle_config of the wrong kind"),
-        (says(num_attention_heads=0), "has a num_attention_heads of the wrong kind"),
+        (says(rope_scaling="llama3"), r"has a rope_scaling in config.json that can't be used \('llama3'\)"),
+        (says(rope_scaling={"rope_type": "llama3", "factor": "8"}), "has a factor in config.json that can't be used"),
+        (says(transformer_layer_config=[]), "has a transformer_layer_config in config.json that can't be used"),
+        (says(eagle_config="x"), "has a eagle_config in config.json that can't be used"),
+        (says(num_attention_heads=0), "has a num_attention_heads in config.json that can't be used"),
         (says(hidden_size=None), "says no hidden_size"),
-        (says(head_dim=True), "has a head_dim of the wrong kind"),
-        (says(rms_norm_eps="small"), "has a rms_norm_eps of the wrong kind"),
-        (says(eagle_aux_hidden_state_layer_ids="2,3,4"), "reads the layers 2,3,4"),
+        (says(head_dim=True), "has a head_dim in config.json that can't be used"),
+        (says(rms_norm_eps="small"), "has a rms_norm_eps in config.json that can't be used"),
+        (says(eagle_aux_hidden_state_layer_ids="2,3,4"), "layer_ids in config.json that is no list of layers"),
+        (says(eagle_aux_hidden_state_layer_ids=0), "no list of layers"),
+        (says(eagle_aux_hidden_state_layer_ids={}), "no list of layers"),
+        (says(eagle_aux_hidden_state_layer_ids=[1, 1, 1]), "names a layer twice in its eagle_aux_hidden_state_layer_ids"),
+        (says(eagle_config={"eagle_aux_hidden_state_layer_ids": [10**30, 1, 2]}), "no list of layers"),
+        (says(max_position_embeddings=10**12), "has a max_position_embeddings in config.json"),
+        (says(max_position_embeddings=10**30), "has a max_position_embeddings in config.json"),
+        (says(use_sliding_window=True, sliding_window="x"), "has a sliding_window in config.json"),
+        (says(use_sliding_window=True, sliding_window=-1), "has a sliding_window in config.json"),
+        (says(use_sliding_window=True, sliding_window=10**12), "has a sliding_window in config.json"),
+        (says(rms_norm_eps=1e12), "has a rms_norm_eps in config.json"),
+        (says(rms_norm_eps=10**400), "has a rms_norm_eps in config.json"),
+        (says(num_hidden_layers=10**9), "has a num_hidden_layers in config.json"),
+        (says(rope_theta=0.5), "has a rope_theta in config.json"),
+        (says(rope_scaling={"rope_type": "llama3", "low_freq_factor": 4}), "a low_freq_factor of 4 in config.json"),
+        (says(architectures=5), "has a architectures in config.json"),
+        (says(layer_types=5), "has a layer_types in config.json"),
         (says(num_attention_heads=3), "asks for"),
         (lacks("lm_head.weight"), "lacks the tensor lm_head.weight"),
     ],
@@ -252,6 +268,45 @@ def test_what_no_file_can_hold_is_named(change: Change, message: str, target: Pa
         convert(folder, target, tmp_path / "d.gguf")
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_null_is_nothing_said(target: Path, tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("num_hidden_layers", "rms_norm_eps", "max_position_embeddings", "eagle_config"))
+    folder = foreign.write(tmp_path / "c", foreign.SPECFORGE | nothing, foreign.eagle3_tensors("midlayer."))
+    config = convert(folder, target, tmp_path / "d.gguf").config
+    assert (config.n_layer, config.rms_eps, config.n_ctx_train) == (1, 1e-6, 2048)
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [({"factor": "x"}, "has a factor in localspec.json that can't be used"), (5, "has a rope_parameters in localspec.json")],
+)
+def test_an_own_checkpoints_rope_is_looked_at(rope: Any, says: str, target: Path, tmp_path: Path) -> None:
+    folder = foreign.speculators(tmp_path / "c")
+    config = Checkpoint.open(folder).config(GGUFFile.open(target, "target"))
+    (folder / "localspec.json").write_text(replace(config, provenance={"rope_parameters": rope}).to_json())
+    with pytest.raises(ModelFileError, match=says):
+        convert(folder, target, tmp_path / "d.gguf")
+
+
+def test_a_config_nested_beyond_reason(target: Path, tmp_path: Path) -> None:
+    folder = foreign.specforge(tmp_path / "c")
+    (folder / "config.json").write_text("[" * 20000)
+    with pytest.raises(ModelFileError, match=r"no config.json that can be read \(nested too deep\)"):
+        convert(folder, target, tmp_path / "d.gguf")
+
+
+def test_whole_numbers_are_no_weights(target: Path, tmp_path: Path) -> None:
+    tensors = {name: t.astype(np.int64) for name, t in foreign.eagle3_tensors("midlayer.").items()}
+    folder = foreign.write(tmp_path / "c", foreign.SPECFORGE, tensors)
+    with pytest.raises(ModelFileError, match=r"has whole numbers \(I64\) in "):
+        convert(folder, target, tmp_path / "d.gguf")
+
+
+def test_no_file_is_begun_with_a_number_beyond_its_type(tmp_path: Path) -> None:
+    for value in (-1, 1 << 32, 1e300, [1 << 31], [{}]):
+        with pytest.raises(ModelFileError, match=r"^eagle3\.odd would be .* mend the checkpoint's configuration$"):
+            write_gguf(tmp_path / "x.gguf", "eagle3", {"eagle3.odd": value}, {})
 
 
 def test_absolute_ids_are_not_taken_for_offsets(target: Path, tmp_path: Path) -> None:

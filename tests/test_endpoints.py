@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,27 @@ def test_silence_and_absence_are_failures_that_may_pass(fake: Any) -> None:
         server.endpoint(timeout=0.1).answer(ASK)
     with pytest.raises(BusyError, match="refused"):
         Endpoint("http://127.0.0.1:9").answer(ASK)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Y: "])
+def test_an_answer_that_drips_is_late(head: bytes) -> None:
+    """Each byte is there in time, the whole of it is not."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(head)
+                for _ in range(300):
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        server = threading.Thread(target=drip)
+        server.start()
+        with pytest.raises(BusyError, match=r"no answer within 0\.5 s"):
+            Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5).answer(ASK)
+        server.join(10)
+        assert not server.is_alive()
 
 
 # -- many -------------------------------------------------------------------------------------------------------------------

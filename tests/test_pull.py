@@ -245,6 +245,7 @@ def test_a_manifest_of_other_shards(hub: FakeHub, pull: Pull, target: Path, tmp_
         (403, "/resolve/", "the hub forbids access"),
         (404, "/api/", "answers HTTP 404"),
         ("login-page", "", "does not answer as a hub does; check HF_ENDPOINT"),
+        ("odd-names", "/user/repo", "does not answer as a hub does; check HF_ENDPOINT"),
     ],
 )
 def test_a_hub_in_trouble(

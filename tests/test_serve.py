@@ -519,6 +519,15 @@ def test_a_full_queue_refuses_and_a_vanished_client_makes_room(serve: Serve, slo
     assert server.complete(max_tokens=2).usage.completion_tokens == 2
 
 
+def test_connections_without_a_request_shut_nobody_out(serve: Serve, slow_model: Path) -> None:
+    server = serve(slow_model, "-np", 1, "--queue", 1, "-c", 1024, "--spec-type", "none")
+    with contextlib.ExitStack() as idle:
+        for _ in range(150):
+            idle.enter_context(socket.create_connection(server.address)).sendall(b"POST /v1/chat")
+        assert server.complete(max_tokens=2).usage.completion_tokens == 2
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
 def test_who_goes_while_waiting_for_a_whole_answer_is_noticed_too(serve: Serve, slow_model: Path) -> None:
     server = serve(slow_model, "-np", 1, "-c", 32768)
     gone = server.stream({**ENDLESS, "stream": False})

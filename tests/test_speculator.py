@@ -57,6 +57,11 @@ def test_json_gives_back_what_was_written(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"depths": 3}, "depths"), ({"n_embd": "64"}, "n_embd"), ({"taps": [1, "2"]}, "taps"), ({"window": True}, "window"),
+        ({"n_layer": -1}, "n_layer of -1; 1 to 1024"), ({"n_layer": 10**30}, "n_layer"), ({"rms_eps": -1}, "rms_eps"),
+        ({"rms_eps": 10**400}, "rms_eps"), ({"rope_base": 0}, "rope_base"), ({"rope_base": float("nan")}, "rope_base"),
+        ({"window": -1}, "window"), ({"window": 10**30}, "window"), ({"n_ctx_train": 10**30}, "n_ctx_train"),
+        ({"depth": 0}, "depth"), ({"depth": -1}, "depth"), ({"depth": 10**30}, "depth"), ({"taps": [-1]}, "taps"),
+        ({"extra": {"block_size": 10**30}}, "block_size"), ({"extra": {"x": {}}}, "extra"),
         ({"method": None}, "method"), ({"norm_before_fc": 1}, "norm_before_fc"), ({"target": {"name": "x"}}, "architecture"),
         ({"provenance": []}, "provenance"),
     ],

@@ -63,6 +63,7 @@ def test_each_kind_has_a_model_and_the_settings_that_are_shown() -> None:
         (["--data", "D", "--epochs", "inf"], "--epochs inf: at most"),
         (["--data", "D", "--seed", "-1"], "--seed -1: at least 0"),
         (["--data", "D", "--seed", str(1 << 64)], f"--seed {1 << 64}: at most"),
+        (["--data", "D", "--decay", "5"], "--decay 5.0: at most 1"),
         (["--data", "D", "--threads", "100000"], "--threads 100000: at most 512"),
         (["--data", "D", "--noise", "inf"], "--noise inf: give a number"),
         (["--data", "D"], "no training data there"),

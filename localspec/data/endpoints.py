@@ -6,9 +6,12 @@ the tokens they wrote; any other server of OpenAI's API gives text and a number 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -80,7 +83,7 @@ class Endpoint:
 
     url: str
     key: str | None = field(default=None, repr=False)
-    timeout: float = 600.0  # seconds in which an answer must have come
+    timeout: float = 600.0  # seconds in which an answer must have come, whole
     kind: str = "openai"
     model: str = ""
     _parts: tuple[bool, str, int, str] = field(init=False, repr=False)
@@ -165,20 +168,29 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {self.key}"
         maker = http.client.HTTPSConnection if tls else http.client.HTTPConnection
         connection = maker(host, port, timeout=min(_CONNECT_S, timeout))
+        late = BusyError(f"no answer within {timeout:g} s")
+        deadline = None
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
+            deadline = _Deadline(connection.sock, timeout)
             connection.request(method, prefix + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             data = response.read(_MAX_BYTES + 1)
         except ssl.SSLCertVerificationError as error:
             raise RefusedError(f"its certificate is not trusted ({error.verify_message})", True) from None
         except TimeoutError:
-            raise BusyError(f"no answer within {timeout:g} s") from None
+            raise late from None
         except (OSError, http.client.HTTPException) as error:
+            if deadline is not None and deadline.passed:
+                raise late from None
             raise BusyError(str(getattr(error, "strerror", None) or error) or type(error).__name__) from None
         finally:
+            if deadline is not None:
+                deadline.cancel()
             connection.close()
+        if deadline.passed:  # what is cut off is no error to http.client
+            raise late
         status = response.status
         if status == 200 and len(data) <= _MAX_BYTES:
             try:
@@ -197,6 +209,25 @@ class Endpoint:
             raise RefusedError(f"it refuses {'this key' if self.key else 'to work without a key'} ({status}): give "
                                "--endpoint-key, or set LOCALSPEC_ENDPOINT_KEY", True)  # fmt: skip
         raise RefusedError(f"{path}: {said}", status not in (400, 413, 422))
+
+
+class _Deadline:
+    """Ends a connection `seconds` from now: a socket's own timeout begins anew with each byte that comes."""
+
+    def __init__(self, sock: socket.socket, seconds: float):
+        self.passed = False
+        self._sock = sock
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        self.passed = True
+        with contextlib.suppress(OSError):  # closed a moment ago
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # below TLS, which would answer first
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 def _message(data: bytes) -> str:

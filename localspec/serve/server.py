@@ -15,6 +15,7 @@ import uvicorn
 
 from localspec import native
 from localspec.errors import UsageError
+from localspec.serve.connections import Limited, protocol
 from localspec.serve.worker import Worker
 
 #: beyond the grace for texts in work: what clients need to read the last of them
@@ -22,8 +23,8 @@ _LAST_BYTES_S = 2
 #: a decode can't be interrupted; a batch of a long prompt takes this long at most on any machine of use
 _LAST_DECODE_S = 30.0
 _BACKLOG = 128
-#: beyond those whose requests are taken: for idle ones, /health, and telling clients that the queue is full
-_MORE_CONNECTIONS = 64
+#: beyond those that the worker takes: for /health, for bodies on their way, and for telling that the queue is full
+_MORE_REQUESTS = 64
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,8 +81,8 @@ def run(app: Any, worker: Worker, sock: socket.socket, grace: float, ready: Call
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients that go away are no news; bugs the app logs
     server = _Server(
         uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, server_header=False, http="h11", ws="none",
-            limit_concurrency=_MORE_CONNECTIONS + worker.n_most, backlog=_BACKLOG, timeout_keep_alive=5,
+            Limited(app, _MORE_REQUESTS + worker.n_most), lifespan="off", log_config=None, access_log=False,
+            server_header=False, http=protocol(), ws="none", backlog=_BACKLOG, timeout_keep_alive=5,
             timeout_graceful_shutdown=int(grace) + _LAST_BYTES_S,
         )
     )  # fmt: skip

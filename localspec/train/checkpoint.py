@@ -11,8 +11,10 @@ where it stands.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,19 +69,26 @@ def settled(folder: Path) -> Path | None:
 def load_trainer(folder: Path, device: torch.device) -> dict[str, Any]:
     """What `save` was given as `trainer`. Raises TrainError."""
     try:
-        state = torch.load(folder / TRAINER, map_location=device, weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of odd pickles, to torch's developers
+            state = torch.load(folder / TRAINER, map_location=device, weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
-        raise damaged(folder, error) from None
+        if isinstance(error, OSError) and error.strerror and error.errno != errno.ENOENT:
+            raise TrainError(f"{folder / TRAINER} can't be read: {error.strerror}") from None
+        raise damaged(folder) from None
     if not isinstance(state, dict):
-        raise damaged(folder, f"it holds a {type(state).__name__}")
+        raise damaged(folder)
     return state
 
 
-def damaged(folder: Path, reason: object) -> TrainError:
-    """The error about a checkpoint from which a run can't go on."""
-    first = (str(reason).strip() or type(reason).__name__).split("\n")[0][:200]  # torch adds paragraphs of advice
-    return TrainError(f"{folder / TRAINER} can't be read ({first}): delete {folder} to begin again, with --init "
-                      f"{folder.parent} to keep the best weights")  # fmt: skip
+def damaged(folder: Path) -> TrainError:
+    """The error about a checkpoint from which a run can't go on. What torch says of such a file is no help, or worse: it
+    advises to load it in the way that runs the code in it."""
+    state = folder / TRAINER
+    why = "is damaged, or none that localspec wrote" if state.exists() else "is missing"
+    keep = f", with --init {folder.parent} to keep the best weights" if (folder.parent / "best").is_dir() else ""
+    return TrainError(f"{state} {why}: delete {folder} to begin again{keep}")
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

@@ -150,8 +150,8 @@ class _Trainer:
         state = checkpoint.load_trainer(last, self.device)
         try:
             n_samples = self._restore(state, resolved)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise checkpoint.damaged(last, error) from None
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            raise checkpoint.damaged(last) from None
         grown = ""
         if n_samples != len(self.feed.shards):
             self.epoch, self.at = self.epoch + bool(self.at), 0

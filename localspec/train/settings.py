@@ -56,7 +56,7 @@ class TrainSettings:
     optimizer: str = setting("muon", "muon: Muon for matrices, AdamW for the rest; adamw: AdamW for all.", ("muon", "adamw"))
     lr: float = setting(0.0, "Largest learning rate; 0: the optimizer's own (muon 0.002, adamw 0.001).", at_least=0)
     warmup: int = setting(20, "Steps until the learning rate is reached.", at_least=0)
-    decay: float = setting(0.5, "Share of the steps, the last ones, over which it falls to nothing.", at_least=0)
+    decay: float = setting(0.5, "Share of the steps, the last ones, over which it falls to nothing.", at_least=0, at_most=1)
     weight_decay: float = setting(0.01, "Decoupled weight decay of the matrices.", at_least=0)
     clip: float = setting(1.0, "Largest norm of a gradient.", at_least=0)
     max_len: int = setting(2048, "Longer samples are cut.", at_least=8)
