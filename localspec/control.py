@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from localspec.costs import DecodeCost, DraftCost
+from localspec.prior import DraftPrior
 from localspec.survival import ByPosition, Calibration
 
 #: llama.cpp's default of --spec-draft-n-max, and ours of a fixed block
@@ -56,6 +57,7 @@ _PROMISE = 1.05  # times the best rate known, that another size must be able to 
 _RISKED = 0.9  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
+_SETTLED = 2  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
@@ -180,14 +182,18 @@ class _Size:
 
 
 class Adaptive:
-    """As many tokens as pay. `prior`: ratios t(n) / t(1) of an earlier run on this machine with this target."""
+    """As many tokens as pay. `prior`: ratios t(n) / t(1) of an earlier run on this machine with this target; `known`: what
+    it learnt of the draft."""
 
-    def __init__(self, n_max: int = ADAPTIVE_N_MAX, prior: Mapping[int, float] | None = None):
+    def __init__(
+        self, n_max: int = ADAPTIVE_N_MAX, prior: Mapping[int, float] | None = None, known: DraftPrior | None = None
+    ):  # fmt: skip
         self.n_max = n_max
         self.decode = DecodeCost(prior)
-        self.draft = DraftCost()
-        self.position = ByPosition()
-        self.calibration = Calibration()
+        self._prior = prior or {}
+        self.draft = DraftCost(self.decode, known.cost if known else None)
+        self.position = ByPosition.begun(known.kept if known else ())
+        self.calibration = Calibration(known.sure if known else ())
         self.advantage = 0.0  # of a step with drafts over plain steps, in plain steps, a moving average
         self._drafted_steps = 0
         self._steps = 0
@@ -216,6 +222,12 @@ class Adaptive:
     def judged(self) -> bool:
         """Whether enough was drafted for `advantage` to be believed."""
         return self._drafted_steps >= _JUDGED
+
+    def learnt(self) -> DraftPrior | None:
+        """What a later run may know of the draft; None before enough was drafted."""
+        if not self.judged:
+            return None
+        return DraftPrior(self.draft.line(), tuple(self.position.values()), self.calibration.known())
 
     @property
     def _rate(self) -> float:
@@ -351,8 +363,8 @@ class Adaptive:
                 hopeful.append(size)
         if not hopeful:
             return best
-        unknown = min(hopeful, key=lambda size: (min(2, self._seen(size)), abs(size.m - best.m)))
-        settled = self._seen(unknown) >= 2
+        unknown = min(hopeful, key=lambda size: (min(_SETTLED, self._seen(size)), abs(size.m - best.m)))
+        settled = self._seen(unknown) >= _SETTLED
         if settled and self._since_look < _CURIOUS[1]:
             return best
         self._since_look = 0
@@ -361,6 +373,9 @@ class Adaptive:
         return hopeful[self._looks % len(hopeful)] if settled else unknown
 
     def _seen(self, size: _Size) -> int:
+        """How often; what an earlier run saw counts while nothing contradicts it."""
+        if self.decode.prior_holds and all(rows in self._prior for rows in size.passes):
+            return _SETTLED
         return min(self.decode.samples(rows) for rows in size.passes)
 
     def _allowed(self, size: _Size, sizes: Sequence[_Size], share: float) -> _Size:

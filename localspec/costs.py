@@ -60,6 +60,12 @@ class DecodeCost:
         """Whether any decode was seen."""
         return self._level > 0
 
+    @property
+    def prior_holds(self) -> bool:
+        """Whether there is a prior, and no size that was seen here contradicts it."""
+        off = [self._medians[n] / (self._prior[n] * self._scale) for n in self._times if n in self._prior]
+        return bool(self._prior) and all(1 / _CHANGED < each < _CHANGED for each in off)
+
     def samples(self, rows: int) -> int:
         """How many times of this size are kept."""
         return len(self._times.get(rows, ()))
@@ -170,9 +176,12 @@ class DecodeCost:
 
 
 class DraftCost:
-    """Seconds of drafting, a + b per token: medians of what so many tokens took, and a line through them."""
+    """Seconds of drafting, a + b per token: medians of what so many tokens took, and a line through them. `prior`: a and b
+    of an earlier run, in decodes of one row of `decode`."""
 
-    def __init__(self) -> None:
+    def __init__(self, decode: DecodeCost, prior: tuple[float, float] | None = None) -> None:
+        self._decode = decode
+        self._prior = prior or (0.0, 0.0)
         self._times: dict[int, collections.deque[float]] = {}
         self._medians: dict[int, float] = {}
         self._line = (0.0, 0.0, 0.0)  # through the point (tokens, seconds), with this slope
@@ -187,12 +196,29 @@ class DraftCost:
         x = sum(n * w for n, _, w in points) / weight
         y = sum(s * w for _, s, w in points) / weight
         spread = sum(w * (n - x) ** 2 for n, _, w in points)
-        slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else y / max(1.0, x)
+        slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else self._first_slope(x, y)
         self._line = x, y, max(0.0, slope)
+
+    def _first_slope(self, x: float, y: float) -> float:
+        """Of the line through one point only: as an earlier run's, or through nothing for no tokens."""
+        a, b = self._prior
+        share = b * x / (a + b * x) if a + b * x > 0 else 1.0
+        return share * y / max(1.0, x)
 
     def seconds(self, tokens: int) -> float:
         """What so many tokens are expected to take; 0 while nothing is known."""
+        if not self._medians:
+            return (self._prior[0] + self._prior[1] * tokens) * self._decode.seconds(1)
         if tokens in self._medians:
             return self._medians[tokens]
         x, y, slope = self._line
         return max(0.0, y + slope * (tokens - x))
+
+    def line(self) -> tuple[float, float]:
+        """a and b, in decodes of one row: the prior of a later run."""
+        one = self._decode.seconds(1)
+        if not self._medians or not one:
+            return self._prior
+        x, y, slope = self._line
+        slope = min(slope, y / x) if x else slope
+        return (y - slope * x) / one, slope / one

@@ -7,6 +7,7 @@ probability, the length of a match, a head's own estimate): a draft of 0.9 that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MEMORY = 96.0  # observations that count: what came before fades
@@ -14,6 +15,8 @@ _PRIOR = 0.6  # a draft's first token before anything is known: worth a try
 _WEIGHT = 2.0  # of the prior, in observations
 _LEAN = 8.0  # of the place before
 _FURTHER = 0.98  # of the chance, with each place
+_SEED = 8.0  # observations that what an earlier run knew counts for
+_SEEN = 8  # observations of a range, before a later run is told of it
 
 
 @dataclass
@@ -48,6 +51,11 @@ class ByPosition:
 
     _rates: list[Rate] = field(default_factory=list)
 
+    @classmethod
+    def begun(cls, chances: Sequence[float]) -> ByPosition:
+        """With what an earlier run knew, by position."""
+        return cls([Rate(_PRIOR, _SEED * chance, _SEED) for chance in chances])
+
     def chance(self, j: int) -> float:
         """Of position j, from 0. Beyond what was tried: that of the last one known, a little less each."""
         known = self.values()
@@ -76,8 +84,12 @@ _MIDDLES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.925, 0.97, 0
 class Calibration:
     """How often a token was kept (those before it kept, too), by the confidence that its draft had in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: Sequence[float | None] = ()) -> None:
+        """`begun`: what `known` of an earlier run was."""
         self._rates = [Rate(middle) for middle in _MIDDLES]
+        for rate, chance in zip(self._rates, begun):
+            if chance is not None:
+                rate.hits, rate.seen = _SEED * chance, _SEED
 
     def chance(self, confidence: float) -> float:
         """Of a token with this confidence."""
@@ -95,6 +107,10 @@ class Calibration:
                 break
             low = _EDGES[bucket - 1] if bucket else 0.0
         return low
+
+    def known(self) -> tuple[float | None, ...]:
+        """The chance in each range of confidence that was seen often enough, None for the others."""
+        return tuple(rate.value if rate.seen >= _SEEN else None for rate in self._rates)
 
     def table(self) -> list[tuple[float, float, int]]:
         """(confidence, chance, observations that count) of each range."""

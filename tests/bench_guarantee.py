@@ -6,8 +6,9 @@
 A DRAFT is `ngram`, `shipped`, a draft's file, `scrambled:FILE` (the blocks of its weights in another order: a draft that is
 wrong nearly always and costs what it always cost), or `plain`, which shows the noise of the measurement. Plain decoding, in
 a context of its own that reads nothing for a draft, and each of the others write every text side by side, 16 tokens at a
-time, as a machine's speed changes by more than what is measured; each has a controller that begins without knowing
-anything. `--repeat-prompt N` makes prompts of about N tokens.
+time, as a machine's speed changes by more than what is measured. Each controller begins without knowing anything; with
+`--profile` knowing what two texts to other prompts taught, as in a user's second run. `--repeat-prompt N` makes prompts of
+about N tokens.
 
 Without --fixed the seconds of every stretch of 256 tokens of a text are held against plain decoding's, the median of the
 repeats: `worst` is the largest ratio, above 1 is slower. With it: tokens per second of each block size and of the
@@ -40,11 +41,13 @@ from localspec.gguf_file import GGUFFile
 from localspec.gguf_format import TENSOR_TYPES
 from localspec.model import Model
 from localspec.pairing import drafter_for
+from localspec.profile import ENOUGH_SAMPLES
 from localspec.prompts import read_prompts
 from localspec.shipped import shipped_draft
 from localspec.target import SessionSettings, TargetSession
 
 WINDOW = 256
+_TAUGHT_BY = 2  # texts
 TURN = 16  # tokens that one writes before the next does
 _BLOCK_BYTES = {name: size for name, _, size in TENSOR_TYPES.values()}
 
@@ -149,32 +152,54 @@ def main() -> None:
     parser.add_argument("--repeat-prompt", type=int, default=0)
     parser.add_argument("--fixed", default="")
     parser.add_argument("--long", action="store_true", help="only prompts whose text reaches -n tokens")
+    parser.add_argument("--profile", action="store_true", help="controllers begin with what two other texts taught")
     args = parser.parse_args()
     native.use_kernels("auto")
     model = Model(args.model)
     chosen = [p for p in read_prompts(args.prompts) if args.source in (None, p.source)]
     random.Random(0).shuffle(chosen)
-    prompts = encode_prompts(model, args.ctx_size, chosen if args.long else chosen[: args.limit])
+    prompts = encode_prompts(model, args.ctx_size, chosen if args.long else chosen[: args.limit + _TAUGHT_BY * args.profile])
     if args.repeat_prompt:
         prompts = [(p * (1 + args.repeat_prompt // len(p)))[: args.repeat_prompt] + p for p in prompts]
     sampling = Sampling(temperature=args.temp, seed=7)
     plain = Engine(TargetSession(model, SessionSettings(n_ctx=args.ctx_size, n_threads=args.threads)))
     if args.long:
         reach = (prompt for prompt in prompts if len(write([plain], prompt, args.n, sampling)[0].tokens) == args.n)
-        prompts = list(itertools.islice(reach, args.limit))
+        prompts = list(itertools.islice(reach, args.limit + _TAUGHT_BY * args.profile))
+    teachers, prompts = prompts[args.limit :], prompts[: args.limit]
     with tempfile.TemporaryDirectory() as folder:
         for name in args.drafts:
             ways: dict[str, int] = {"adaptive": -1}
             ways |= {k: int(k) for k in args.fixed.split(",") if k}
             draft = scrambled_in(Path(folder), name)
-            texts = [written(model, draft, ways, prompt, sampling, args) for prompt in prompts]
+            prior = taught(model, draft, teachers, sampling, args)
+            texts = [written(model, draft, ways, prompt, sampling, args, prior) for prompt in prompts]
             report = best_fixed(texts) if args.fixed else guarantee(texts)
             same = all(text.tokens == of["plain"][0].tokens for of in texts for way in of for text in of[way])
             print(json.dumps({"draft": name, "temp": args.temp, **report, "identical": same}), flush=True)
 
 
+def taught(
+    model: Model, draft: str, prompts: list[list[int]], sampling: Sampling, args: argparse.Namespace
+) -> Adaptive:  # fmt: skip
+    """A controller that has written answers to these prompts."""
+    engine, controller = engine_for(model, draft, args), Adaptive(ADAPTIVE_N_MAX)
+    engine.controller = controller
+    for prompt in prompts:
+        write([engine], prompt, args.n, sampling)
+    close(engine)
+    return controller
+
+
+def close(engine: Engine) -> None:
+    if engine.drafter is not None:
+        engine.drafter.close()
+    engine.session.close()
+
+
 def written(
-    model: Model, draft: str, ways: dict[str, int], prompt: list[int], sampling: Sampling, args: argparse.Namespace
+    model: Model, draft: str, ways: dict[str, int], prompt: list[int], sampling: Sampling, args: argparse.Namespace,
+    prior: Adaptive,
 ) -> dict[str, list[Text]]:
     """The repeats of a text, written in every way, each time in new contexts: where one lies in memory makes 1 %."""
     texts: dict[str, list[Text]] = {way: [] for way in ("plain", *ways)}
@@ -185,13 +210,12 @@ def written(
         for way in order:
             engines.append(engine_for(model, "plain" if way == "plain" else draft, args))
             k = ways.get(way, 0)
-            engines[-1].controller = Adaptive(ADAPTIVE_N_MAX) if k < 0 else FixedBlock(k)
+            begun = Adaptive(ADAPTIVE_N_MAX, prior.decode.curve(ENOUGH_SAMPLES), prior.learnt())
+            engines[-1].controller = begun if k < 0 else FixedBlock(k)
         for way, text in zip(order, write(engines, prompt, args.n, sampling)):
             texts[way].append(text)
         for engine in engines:
-            if engine.drafter is not None:
-                engine.drafter.close()
-            engine.session.close()
+            close(engine)
     return texts
 
 

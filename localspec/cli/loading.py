@@ -21,6 +21,7 @@ from localspec.gguf_file import GGUFFile
 from localspec.llama_arch import SPEC_TYPES
 from localspec.model import Model
 from localspec.pairing import drafter_for, is_dspark, own_heads
+from localspec.prior import DraftPrior
 from localspec.shipped import shipped_draft, shipped_kinds
 from localspec.target import TargetSession
 
@@ -64,8 +65,13 @@ class Loaded:
         controller = self.engine.controller
         if self.profile_key is None or not isinstance(controller, Adaptive) or controller.steps < profile.ENOUGH_STEPS:
             return
-        profile.store(self.profile_key, controller.decode.curve(profile.ENOUGH_SAMPLES), profile.RUN_WEIGHT)
+        learnt = controller.learnt()
+        draft = (self._draft_name(), learnt) if learnt is not None else None
+        profile.store(self.profile_key, controller.decode.curve(profile.ENOUGH_SAMPLES), profile.RUN_WEIGHT, draft)
         self.profile_key = None
+
+    def _draft_name(self) -> str:
+        return profile.draft_name(self.drafter.name if self.drafter else "none", self.draft_path)
 
 
 def target_path(choice: ModelChoice) -> Path:
@@ -214,7 +220,8 @@ def _open_engine(choice: ModelChoice, target: Path, draft: Path | None, name: st
             )
             draft = None
     key = profile_key(choice, model.gguf, session.n_threads) if drafter is not None and choice.adapt else None
-    controller = make_controller(choice, profile.load(key) if key else None)
+    known = profile.load_draft(key, profile.draft_name(drafter.name, draft)) if key and drafter is not None else None
+    controller = make_controller(choice, profile.load(key) if key else None, known)
     if n_sequences > 1:  # what was learnt there holds for passes of many texts, which `run` has not
         key = None
     trees = make_trees(choice, controller) if drafter is not None else None
@@ -248,6 +255,9 @@ def profile_key(choice: ModelChoice, target: GGUFFile, n_threads: int, kernels: 
     return None
 
 
-def make_controller(choice: ModelChoice, prior: Mapping[int, float] | None = None) -> Controller:
-    """How many tokens to draft: as many as pay, or always n_max. `prior`: a profile's ratios."""
-    return Adaptive(choice.n_max, prior) if choice.adapt else FixedBlock(choice.n_max)
+def make_controller(
+    choice: ModelChoice, prior: Mapping[int, float] | None = None, known: DraftPrior | None = None
+) -> Controller:  # fmt: skip
+    """How many tokens to draft: as many as pay, or always n_max. `prior`: a profile's ratios, `known`: what it says of the
+    draft."""
+    return Adaptive(choice.n_max, prior, known) if choice.adapt else FixedBlock(choice.n_max)
