@@ -78,6 +78,7 @@ def _rounded(value: Any) -> Any:
 
 def advise(controller: Adaptive) -> Advice | None:
     """What the controller would do next for one sequence, and why. None while it has not seen a decode."""
+    controller.settle()
     decode, draft = controller.decode, controller.draft
     if not decode.known:
         return None
@@ -95,8 +96,7 @@ def advise(controller: Adaptive) -> Advice | None:
         tokens = 1 + sum(survival[:k])
         drafting = draft.seconds(k) if k else 0.0
         seconds = decode.seconds(1 + k) + drafting
-        rate = tokens / seconds
-        choices.append(Choice(k, tokens, 1e3 * seconds, 1e3 * drafting, rate, rate * plain))
+        choices.append(Choice(k, tokens, 1e3 * seconds, 1e3 * drafting, tokens / seconds, tokens * plain / seconds))
     k, reason = _choose(controller, choices)
     return Advice(
         costs,

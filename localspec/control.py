@@ -55,6 +55,7 @@ _STALLED = 2.0  # a step that took so many times what was expected was interrupt
 _SURE = 3  # times of a size, before one that takes longer is held to be interrupted
 _PROMISE = 1.05  # times the best rate known, that another size must be able to reach to be looked at
 _RISKED = 0.9  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
+_RISKED_OF_GOOD = 0.33  # where drafting pays: an allowance that chance has used up stops it for a window
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
 _SETTLED = 2  # times of a size, after which looks at it are rare
@@ -64,6 +65,7 @@ _FOLLOW = 0.03  # of the moving averages
 _DOUBT = 0.05  # of a plain step: what chance explains
 _WAYS = 16  # to cut drafts of several sequences, that are held against each other
 _JUDGED = 8  # drafted steps before what they gained is believed
+_HELD = 8  # steps of one text that a decision stands for where drafting pays: Python's part of a step again
 
 
 @dataclass(slots=True)
@@ -181,6 +183,9 @@ class _Size:
         return self.gain / max(1e-9, self.decode + self.draft)
 
 
+_NONE = _Size([], 0, 0.0, (), 0.0, 0.0)
+
+
 class Adaptive:
     """As many tokens as pay. `prior`: ratios t(n) / t(1) of an earlier run on this machine with this target; `known`: what
     it learnt of the draft."""
@@ -208,10 +213,20 @@ class Adaptive:
         self._since_look = self._looks = self._trials = 0
         self._whole = False
         self._floor = 0.0
+        self._held = 0  # steps that the last decision still stands for
+        self._size = _NONE  # that was decided on
+        self._worth: list[float] = []  # of one sequence: tokens that a decode with k drafted ones must gain, by k
+        self._staying = 0.0  # and what of them one with as many rows as the last decode need not
+        self._rows = 0  # of that
+        self._finished: list[tuple[Sequence[Outcome], int, float, float]] = []  # steps that are still to be learnt from
         self._passes: Passes = one_pass  # of the session in use
         self._usual = (0, 0.0)  # sequences of a plain step, and its seconds
-        self._passed_over = 0  # plain steps since one was learnt from
+        self._rests = 0  # plain steps that are still to be made without a thought
+        self._resting = self._waits = False  # whether this step is one, and the reason that nothing pays
+        self._rested, self._rested_seconds = 0, 0.0  # plain steps that were passed over
+        self._passed_over = 0  # those before the one that is learnt from
         self._last: dict[str, Any] = {}
+        self._brief: tuple[int, int, float] | None = None  # rows, tokens and seconds of a step that is not learnt from yet
 
     @property
     def steps(self) -> int:
@@ -225,6 +240,7 @@ class Adaptive:
 
     def learnt(self) -> DraftPrior | None:
         """What a later run may know of the draft; None before enough was drafted."""
+        self.settle()
         if not self.judged:
             return None
         return DraftPrior(self.draft.line(), tuple(self.position.values()), self.calibration.known())
@@ -255,11 +271,13 @@ class Adaptive:
         """Whether a step of another kind may take so long and gain one token only: no plain step is due, and no window
         would lose more than it may."""
         plain = self.decode.at_most((1,))
+        self.settle()
         due = self._plain_seen < _FIRST_PLAIN or self._plain_is_due(1 / plain)
         return not due and seconds - plain <= self._budget(plain)
 
     def record_other(self, rows: int, gained: int, draft: float, rest: float) -> float:
         """A finished step of another kind. Returns its seconds, without what the system took away."""
+        self.settle()
         self._steps += 1
         self.decode.record(rows, rest)
         self._since_plain += max(1, gained)
@@ -271,7 +289,17 @@ class Adaptive:
     # -- before drafting -----------------------------------------------------------------------------------------------
 
     def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
+        if self._held and len(looks) == 1 and looks[0].room >= self._size.m and passes == self._passes:
+            self._held -= 1
+            self._since_look += 1
+            return self._say(self._size.ks, "pays, as decided before")
         none = [0] * len(looks)
+        if self._rests and len(looks) == self._usual[0]:
+            self._rests -= 1
+            self._resting = True
+            self._since_trial += self._waits
+            return self._say(none, self._last["why"])
+        self.settle()
         self._floor, self._trial, self._whole, self._passes = 0.0, False, False, passes
         if not looks or self.n_max == 0:
             return self._say(none, "off")
@@ -280,6 +308,7 @@ class Adaptive:
         waits = self.judged and self.advantage <= -_DOUBT and self._since_trial + 1 < self._gap
         if waits and not self._since_plain and not self._asked_again:
             self._since_trial += 1
+            self._rest(True)
             return self._say(none, "nothing pays")
         step = self._plain([look.key for look in looks])
         plain = len(looks) / step
@@ -289,6 +318,7 @@ class Adaptive:
             self._since_trial += 1
             return self._say(none, "nothing pays", predicted=plain)
         if self._budget(step) <= 0:
+            self._rest(False)
             return self._say(none, "the loss allowed is used up", predicted=plain)
         sizes = self._sizes(looks)
         if len(sizes) == 1:
@@ -301,6 +331,7 @@ class Adaptive:
         if not pays:
             self._since_trial += 1
             if self._since_trial < self._gap:
+                self._rest(True)
                 return self._say(none, "nothing pays", predicted=plain)
             self._trial = True
             self._trials += 1
@@ -313,10 +344,32 @@ class Adaptive:
             return self._say(none, "the loss allowed is used up", predicted=plain)
         if self._trial:
             self._since_trial = 0
+        # By the rate that was reached: the one expected is that of tokens as sure as those verified so far.
+        rate = max(self._rate, plain)
         if can_cut and not (self._trial or self._whole):
-            # By the rate that was reached: the one expected is that of tokens as sure as those verified so far.
-            self._floor = self._stop_below(size, sizes, max(self._rate, plain))
+            self._floor = self._stop_below(size, sizes, rate)
+        if len(looks) == 1:
+            self._hold(size, sizes, rate)
         return self._say(size.ks, "a trial" if self._trial else "pays", predicted=best.rate)
+
+    def _rest(self, waits: bool) -> None:
+        """After this plain step some more without a thought, `waits` for the next trial or for a loss to be forgotten: of
+        usual ones all that is to be known is known."""
+        self._waits = waits
+        if self._plain_seen >= _USED_TO and not self._since_plain and not self._asked_again:
+            self._rests = max(0, min(_EACH, self._gap - self._since_trial if waits else _EACH) - 1)
+
+    def _hold(self, size: _Size, sizes: Sequence[_Size], rate: float) -> None:
+        """Work out what a block of one sequence must gain, and how many steps this decision stands for: so many that all of
+        them could be refused."""
+        self._size = size
+        change = rate * self.decode.change
+        self._worth = [rate * each.decode + change for each in sizes]
+        self._staying = change
+        if not (self._trial or self._whole) and self.judged and self.advantage > _DOUBT:
+            risk = size.decode + size.draft + self.decode.change - sizes[0].decode
+            budget = _RISKED * self._budget(sizes[0].decode)
+            self._held = max(0, (_HELD if risk * _HELD <= budget else int(budget / risk)) - 1)
 
     def pays(self, best: int) -> bool:
         """Whether drafts are made where the block that looks best has so many tokens. What is known by position says
@@ -382,7 +435,8 @@ class Adaptive:
         """The largest size up to this one whose tokens could all be refused without a loss beyond a share of what is
         allowed."""
         plain = sizes[0].decode
-        budget = _RISKED * self._budget(plain, share)
+        good = self.judged and self.advantage > 0 and not (self._whole or self._trial)
+        budget = (_RISKED_OF_GOOD if good else _RISKED) * self._budget(plain, share)
         fit = [s for s in sizes if s.m <= size.m and s.decode + s.draft - plain <= budget]
         return fit[-1] if fit else sizes[0]
 
@@ -401,6 +455,10 @@ class Adaptive:
         lengths = [len(c) for c in confidences]
         if self._whole or not all(look.may_cut for look in looks):
             return lengths
+        if len(looks) == 1:
+            kept_of_one = self._cut_one(confidences[0])
+            self._last |= {"proposed": lengths, "verified": [kept_of_one]}
+            return [kept_of_one]
         keys = [look.key for look in looks]
         alive = [_survival([self.calibration.chance(value) for value in values]) for values in confidences]
         plain = self._plain(keys)
@@ -414,24 +472,71 @@ class Adaptive:
         self._last |= {"proposed": lengths, "verified": kept}
         return kept
 
+    def _cut_one(self, confidence: Sequence[float]) -> int:
+        alive, gain, kept, top = 1.0, 0.0, 0, -self._worth[0] + self._staying * (self._rows == 1)
+        for k, value in enumerate(confidence, 1):
+            alive *= self.calibration.chance(value)
+            gain += alive
+            worth = gain - self._worth[k]
+            if k + 1 == self._rows:
+                worth += self._staying
+            if worth > top:
+                kept, top = k, worth
+        return kept
+
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def record(self, outcomes: Sequence[Outcome], proposed: int, draft: float, rest: float) -> None:
         n = len(outcomes)
         if not n:
             return
+        if n == 1:
+            self._rows = 1 + len(outcomes[0].confidence) + outcomes[0].again
+            if self._held and proposed >= 0:
+                self._finished.append((outcomes, proposed, draft, rest))
+                self._brief = self._rows, outcomes[0].gained, draft + rest
+                return
+        if self._resting:
+            self._resting = False
+            if proposed < 0 and n == self._usual[0] and self._like_usual(rest):
+                self._rested += 1
+                self._rested_seconds += draft + rest
+                self._brief = n, n, draft + rest
+                return
+        if self._rested or self._finished:
+            self.settle()
+        self._brief = None
+        self._learn(outcomes, proposed, draft, rest)
+
+    def settle(self) -> None:
+        """Learn from the steps that wait for it: all at once, which takes a fraction of the time."""
+        self._held = self._rests = 0
+        self._passed_over, self._rested = self._rested, 0
+        if self._passed_over:
+            n = self._usual[0]
+            self._ledger.add(self._passed_over * n, 0.0, _WINDOW * n)
+            for _ in range(self._passed_over):
+                self._steps += 1
+                self._follow(n, self._rested_seconds / self._passed_over)
+            self._rested_seconds = 0.0
+        if self._finished:
+            finished, self._finished, last = self._finished, [], self._last
+            for step in finished:
+                self._learn(*step)
+            self._last = last
+
+    def _learn(self, outcomes: Sequence[Outcome], proposed: int, draft: float, rest: float) -> None:
+        n = len(outcomes)
         self._steps += 1
-        if proposed < 0 and self._is_usual(n, rest):
-            self._ledger.add(n, 0.0, _WINDOW * n)
-            self._follow(n, draft + rest)
-            self._last |= {"rows": n, "gained": n, "ms": round(1e3 * (draft + rest), 3)}
-            return
         passes = self._passes(tuple([(o.key, 1 + len(o.confidence) + o.again) for o in outcomes]))
         rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
         before = self.decode.last
         usual = self.decode.of(passes, before)
         known = self.decode.samples(max(passes)) >= _SURE
+        if proposed < 0 and n == self._usual[0] and not self._like_usual(rest):
+            for _ in range(self._passed_over):  # else what is unusual would be learnt from more often than it happens
+                self.decode.record_passes(passes, self._usual[1])
         self.decode.record_passes(passes, rest)
         if proposed > 0:
             self.draft.record(proposed, draft)
@@ -450,11 +555,13 @@ class Adaptive:
             self.position.record(len(outcome.confidence), outcome.n_accepted)
             for j, value in enumerate(outcome.confidence[: outcome.n_accepted + 1]):
                 self.calibration.record(value, j < outcome.n_accepted)
-        # A step that the system interrupted says nothing about drafting: it counts as what it should have taken, doubled.
-        decode = usual if known else self.decode.of(passes, before)
-        expected = decode + (self.draft.seconds(proposed) if proposed > 0 else 0.0)
-        took = min(draft + rest, _STALLED * expected)
+        # What the system takes away from a step says nothing about drafting, and plain decoding's cost is a median: so a
+        # decode counts as what such decodes take. Drafting may have had to read what came since it was asked last.
         plain = self._plain([o.key for o in outcomes])
+        decode = self.decode.of(passes, before)
+        drafting = self.draft.seconds(proposed) if proposed > 0 else 0.0
+        expected = decode + drafting
+        took = (decode if known else min(rest, _STALLED * decode)) + min(draft, _STALLED * drafting + plain)
         lost = took - plain * gained / n
         if proposed == 0 and draft < _FREE * plain:  # a look for nothing that cost nothing: no draft, no judgement
             lost = 0.0
@@ -473,13 +580,8 @@ class Adaptive:
             "advantage": round(self.advantage, 3), "loss": round(self._ledger.rise / plain, 2),
         }  # fmt: skip
 
-    def _is_usual(self, n: int, rest: float) -> bool:
-        """Whether a plain step of n sequences is like those before it and need not be learnt from."""
-        if self._plain_seen < _USED_TO or self._passed_over >= _EACH - 1 or self._since_plain or self._asked_again:
-            return False
-        same = self._usual[0] == n and 1 / _USUAL < rest / self._usual[1] < _USUAL
-        self._passed_over += same
-        return same
+    def _like_usual(self, rest: float) -> bool:
+        return 1 / _USUAL < rest / self._usual[1] < _USUAL
 
     def _follow(self, gained: int, took: float) -> None:
         follow = max(_FOLLOW, 1 / self._steps)
@@ -499,7 +601,10 @@ class Adaptive:
         return ks
 
     def trace(self) -> dict[str, Any]:
-        return self._last
+        if self._brief is None:
+            return self._last
+        rows, gained, seconds = self._brief
+        return self._last | {"rows": rows, "gained": gained, "ms": round(1e3 * seconds, 3)}
 
 
 def _survival(chances: Sequence[float]) -> list[float]:

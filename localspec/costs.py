@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_KEPT = 9  # times of each size: their median forgets an interrupted one
+_KEPT = 21  # times of each size: their median forgets interrupted ones, and moves later than the level does
 _LATE = 8  # times in a row, whose median tells whether the machine's speed has changed
 _ENOUGH_LATE = 5  # of them, to tell
 _CHANGED = 1.2  # times what was expected
@@ -59,6 +59,11 @@ class DecodeCost:
     def known(self) -> bool:
         """Whether any decode was seen."""
         return self._level > 0
+
+    @property
+    def change(self) -> float:
+        """Seconds that another number of rows than in the pass before costs."""
+        return self._level * self._change
 
     @property
     def prior_holds(self) -> bool:
@@ -110,8 +115,9 @@ class DecodeCost:
         if len(self._late) < _ENOUGH_LATE or 1 / _CHANGED < off < _CHANGED:
             return
         self._level *= off
-        for time, _ in self._late:  # which were taken at the new speed
-            time.value /= off
+        for time, each in self._late:
+            if max(each / off, off / each) < max(each, 1 / each):  # taken at the new speed
+                time.value /= off
         self._late.clear()
         for rows in self._times:
             self._medians[rows] = self._median(rows)

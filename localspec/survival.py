@@ -7,6 +7,7 @@ probability, the length of a match, a head's own estimate): a draft of 0.9 that 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,14 +91,17 @@ class Calibration:
         for rate, chance in zip(self._rates, begun):
             if chance is not None:
                 rate.hits, rate.seen = _SEED * chance, _SEED
+        self._chances = [rate.value for rate in self._rates]  # it is asked for more often than it changes
 
     def chance(self, confidence: float) -> float:
         """Of a token with this confidence."""
-        return self._rates[_bucket(confidence)].value
+        return self._chances[bisect_right(_EDGES, confidence)]
 
     def record(self, confidence: float, kept: bool) -> None:
         """One token that was judged."""
-        self._rates[_bucket(confidence)].add(kept)
+        bucket = _bucket(confidence)
+        self._rates[bucket].add(kept)
+        self._chances[bucket] = self._rates[bucket].value
 
     def threshold(self, chance: float) -> float:
         """The lowest confidence from which on tokens have at least this chance; 1.0 where none has."""
@@ -118,4 +122,4 @@ class Calibration:
 
 
 def _bucket(confidence: float) -> int:
-    return sum(confidence >= edge for edge in _EDGES)
+    return bisect_right(_EDGES, confidence)

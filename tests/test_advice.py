@@ -78,6 +78,7 @@ def test_a_step_down_in_the_costs_is_seen() -> None:
 
 def test_what_was_measured_has_the_last_word() -> None:
     controller = settled(FLAT, 0.8)
+    controller.settle()
     controller.advantage = -0.3
     advice = advise(controller)
     assert advice is not None
