@@ -21,7 +21,7 @@ any token, is the only one (`Look.may_cut`).
 
 What it may cost is bounded by a ledger: whatever a step took beyond what plain decoding would have taken for the same
 tokens is counted, and a draft is made only if, were all of it refused, no stretch of the last 256 tokens would have lost
-more than `_LOSS` of its plain time.
+more than `_LOSS` of its plain time, less what the ledger can't see.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ DEFAULT_N_MAX = 3
 ADAPTIVE_N_MAX = 8
 
 _WINDOW = 256  # tokens of a sequence over which a loss is bounded
-_LOSS = 0.018  # of a window's plain time; 3 % is promised
+_LOSS = 0.021  # of a window's plain time, at most; 3 % is promised
+_UNSEEN = 14e-6  # seconds of a step that plain decoding has not and that the ledger does not see: reading taps, choosing
 _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
 _EARLY = 16  # tokens until the first ones after those: what begins is easily interrupted
 _REFRESH = 192  # tokens of a sequence between plain steps that keep its cost current
 _USUAL = 1.3  # times what plain steps took, that another one may differ by
 _USED_TO = 16  # plain steps, after which only every _EACH-th is learnt from: Python's part of a step is what plain decoding
-_EACH = 8  # would not have, and after a decode nothing of it is in the processor's caches
+_EACH = 16  # would not have, and after a decode nothing of it is in the processor's caches
 _AGAIN = 4  # plain steps in a row because of that, at most
 _STALLED = 2.0  # a step that took so many times what was expected was interrupted; what it took beyond says nothing
 _SURE = 3  # times of a size, before one that takes longer is held to be interrupted
@@ -62,6 +63,8 @@ _SETTLED = 2  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
+_MOOD = (0.8, 2.0)  # of a text: what is kept of it from a step to the next, and first tokens that it is held against
+_BAD_MOOD = 0.8  # from which on it counts
 _DOUBT = 0.05  # of a plain step: what chance explains
 _WAYS = 16  # to cut drafts of several sequences, that are held against each other
 _JUDGED = 8  # drafted steps before what they gained is believed
@@ -213,6 +216,8 @@ class Adaptive:
         self._since_look = self._looks = self._trials = 0
         self._whole = False
         self._floor = 0.0
+        self._first_kept = self._first_expected = 0.0  # of late: a draft that was wrong is likelier to be wrong again
+        self._mood = 1.0  # times the chance of a block's first token, of one sequence
         self._held = 0  # steps that the last decision still stands for
         self._size = _NONE  # that was decided on
         self._worth: list[float] = []  # of one sequence: tokens that a decode with k drafted ones must gain, by k
@@ -257,7 +262,7 @@ class Adaptive:
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
         """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
-        return share * _LOSS * _WINDOW * plain - self._ledger.rise
+        return share * max(0.0, _LOSS - _UNSEEN / plain) * _WINDOW * plain - self._ledger.rise
 
     # -- steps of another kind, for one sequence (control_tree.py) -------------------------------------------------------
 
@@ -381,7 +386,7 @@ class Adaptive:
     def _sizes(self, looks: Sequence[Look]) -> list[_Size]:
         """What may be drafted: for every sequence so many tokens, or as many as it has room for. The first size is none."""
         keys, rooms = [look.key for look in looks], [look.room for look in looks]
-        gain, alive, sizes = float(len(looks)), 1.0, []
+        gain, alive, sizes = float(len(looks)), self._mood if len(looks) == 1 else 1.0, []
         for level in range(max(0, min(self.n_max, max(rooms))) + 1):
             if level:
                 alive *= self.position.chance(level - 1)
@@ -473,7 +478,7 @@ class Adaptive:
         return kept
 
     def _cut_one(self, confidence: Sequence[float]) -> int:
-        alive, gain, kept, top = 1.0, 0.0, 0, -self._worth[0] + self._staying * (self._rows == 1)
+        alive, gain, kept, top = self._mood, 0.0, 0, -self._worth[0] + self._staying * (self._rows == 1)
         for k, value in enumerate(confidence, 1):
             alive *= self.calibration.chance(value)
             gain += alive
@@ -491,6 +496,8 @@ class Adaptive:
         if not n:
             return
         if n == 1:
+            if proposed > 0:
+                self._feel(outcomes[0])
             self._rows = 1 + len(outcomes[0].confidence) + outcomes[0].again
             if self._held and proposed >= 0:
                 self._finished.append((outcomes, proposed, draft, rest))
@@ -507,6 +514,16 @@ class Adaptive:
             self.settle()
         self._brief = None
         self._learn(outcomes, proposed, draft, rest)
+
+    def _feel(self, outcome: Outcome) -> None:
+        keep, weight = _MOOD
+        self._first_kept *= keep
+        self._first_expected *= keep
+        if len(outcome.confidence):
+            self._first_kept += outcome.n_accepted > 0
+            self._first_expected += self.calibration.chance(outcome.confidence[0])
+        mood = (self._first_kept + weight) / (self._first_expected + weight)
+        self._mood = mood if mood < _BAD_MOOD else 1.0
 
     def settle(self) -> None:
         """Learn from the steps that wait for it: all at once, which takes a fraction of the time."""

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def layer_inputs() -> tuple[Any, Any] | None:
         except AttributeError:
             return None
         ask.argtypes, ask.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool], None
-        give.argtypes, give.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.POINTER(ctypes.c_float)
+        give.argtypes, give.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.c_void_p
         _layer_inputs = ask, give
     return _layer_inputs
 
@@ -275,12 +275,14 @@ def ask_layer_input(context: Any, layer: int) -> None:
     _layer_input_function(0)(context, layer, True)
 
 
-def layer_input(context: Any, layer: int, n_rows: int, n_embd: int) -> np.ndarray:
-    """f32[n_rows, n_embd] of the last decode, a view, in the order of the batch."""
-    address = ctypes.cast(_layer_input_function(1)(context, layer), ctypes.c_void_p).value
-    if not address:
-        raise NativeError("llama.cpp gave no layer input")
-    return _rows_at(address, n_rows, n_embd)
+def layer_input(context: Any, layers: Sequence[int], n_rows: int, out: np.ndarray) -> None:
+    """The inputs of layers in the last decode, into `out` f32[n_rows, len(layers), n_embd], in the order of the batch."""
+    give, width = _layer_input_function(1), out.shape[2]
+    for column, layer in enumerate(layers):
+        address = give(context, layer)
+        if not address:
+            raise NativeError("llama.cpp gave no layer input")
+        out[:, column] = _rows_at(address, n_rows, width)
 
 
 _NEXTN = (
@@ -327,6 +329,7 @@ def logits(context: Any, n_rows: int, n_vocab: int) -> np.ndarray:
     return _rows_at(address, n_rows, n_vocab)
 
 
+@functools.lru_cache(maxsize=256)  # llama.cpp's buffers stay where they are, and making a view takes longer than a copy
 def _rows_at(address: int, n_rows: int, width: int) -> np.ndarray:
     view = (ctypes.c_float * (n_rows * width)).from_address(address)
     return np.frombuffer(memoryview(view), np.float32).reshape(n_rows, width)

@@ -103,13 +103,16 @@ class Taps:
 
         Raises NativeError where the graph did not give a tap.
         """
-        n = sum(length for _, length in blocks)
+        n = sum([length for _, length in blocks])
         width = self._model.n_embd
         out = self._rows[:n]
+        if len(self._by_input) == len(self.taps):
+            native.layer_input(self._handle, self.taps, n, out)
+            return out
         order: npt.NDArray[np.int64] | None = None
         for column, tap in enumerate(self.taps):
             if tap in self._by_input:
-                out[:, column] = native.layer_input(self._handle, tap, n, width)
+                native.layer_input(self._handle, (tap,), n, out[:, column : column + 1])
                 continue
             if tap > self._model.n_layer:
                 out[:, column] = native.nextn_rows(self._handle, n, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -291,3 +292,110 @@ def test_a_drafter_with_nothing_to_say_is_asked_again() -> None:
         asked += ks[0] > 0
         controller.record([Outcome(0, [], 0, 1)], 0 if ks[0] else -1, 0.0, 1.0)
     assert asked > 150
+
+
+def _drafted(controller: Adaptive, n_accepted: int) -> None:
+    """A step of one sequence as the controller wants it, on a flat curve."""
+    looks = [Look(0, 64)]
+    (k,) = controller.choose(looks)
+    if not k:
+        controller.record([Outcome(0, [], 0, 1)], -1, 0.0, 1.0)
+        return
+    (k,) = controller.cut(looks, [[0.7] * k])
+    kept = min(k, n_accepted)
+    controller.record([Outcome(0, [0.7] * k, kept, kept + 1)], k, 0.02 * k, FLAT[1 + k])
+
+
+def test_a_decision_stands_for_no_more_steps_than_could_all_be_refused() -> None:
+    controller = _warm(FLAT, 0.9)
+    for _ in range(40):  # all at once nothing is kept any more
+        before = controller.choose([Look(0, 64)])
+        if not before[0]:
+            break
+        (k,) = controller.cut([Look(0, 64)], [[0.9] * before[0]])
+        controller.record([Outcome(0, [0.9] * k, 0, 1)], k, 0.05 * k, FLAT[1 + k])
+    assert before == [0]
+    controller.settle()
+    assert controller._budget(1.0) > -0.1
+
+
+def test_what_waits_to_be_learnt_from_is_learnt_from_when_asked_for() -> None:
+    held, at_once = _warm(FLAT, 0.8), _warm(FLAT, 0.8)
+    for controller in (held, at_once):
+        controller.settle()
+        for step in range(20):
+            _drafted(controller, step % 3)
+            if controller is at_once:
+                controller.settle()
+    assert held._finished
+    assert not at_once._finished
+    steps = held.steps
+    known = held.learnt()
+    assert held.steps > steps
+    assert not held._finished
+    other = at_once.learnt()
+    assert known is not None
+    assert other is not None
+    assert known.kept == pytest.approx(other.kept, abs=0.1)
+
+
+def test_a_text_that_was_often_refused_of_late_is_drafted_less_for() -> None:
+    controller = _warm({n: 1 + 0.12 * (n - 1) for n in range(1, 10)}, 0.8)
+    controller.settle()
+    (usual,) = controller.choose([Look(0, 64)])
+    assert usual > 1
+    for _ in range(5):
+        controller._feel(Outcome(0, [0.8] * usual, 0, 1))
+    controller.settle()
+    (less,) = controller.choose([Look(0, 64)])
+    assert less < usual
+    for _ in range(12):
+        controller._feel(Outcome(0, [0.8] * usual, usual, usual + 1))
+    controller.settle()
+    assert controller.choose([Look(0, 64)]) == [usual]
+
+
+@pytest.mark.parametrize("slow", [1.3, 2.0])
+def test_a_machine_that_changes_its_speed_often_does_not_bend_the_curve(slow: float) -> None:
+    chance, cost, speed, worst = random.Random(1), DecodeCost(), 1.0, 0.0
+    for step in range(4000):
+        if chance.random() < 1 / 100:
+            speed = slow if speed == 1.0 else 1.0
+        rows = chance.choices([1, 2, 3, 4], [0.1, 0.3, 0.3, 0.3])[0] if step // 300 % 3 else 1
+        cost.record(rows, FLAT[rows] * speed * chance.uniform(0.97, 1.09) * (3 if chance.random() < 0.02 else 1))
+        if step > 200:
+            worst = max(worst, *(abs(ratio / FLAT[n] - 1) for n, ratio in cost.curve(3).items()))
+    assert worst < 0.3
+
+
+def test_stalled_steps_weigh_no_more_than_they_happen() -> None:
+    """Plain steps that are like those before are not learnt from one by one, those that are not like them are."""
+    for seed in range(6):
+        controller = _warm(FLAT, 0.0)
+        chance = random.Random(seed)
+        for _ in range(3000):
+            (k,) = controller.choose([Look(0, 64)])
+            stall = 9 if chance.random() < 0.06 else 1
+            controller.record([Outcome(0, [0.5] * k, 0, 1)], k or -1, 0.1 * k, FLAT[1 + k] * stall)
+            assert controller.decode.seconds(1) < 1.5
+
+
+def test_what_an_earlier_run_knew_saves_looks_and_first_tries() -> None:
+    taught = _warm(FLAT, 0.9)
+    known = taught.learnt()
+    assert known is not None
+    assert known.cost == pytest.approx((0.0, 0.05), abs=0.02)
+    per_token = {}
+    for name, controller in (("new", Adaptive()), ("taught", Adaptive(8, taught.decode.curve(3), known))):
+        per_token[name] = sum(World(FLAT, constant(0.9), seed=seed).run(copy.deepcopy(controller), 200) for seed in range(8))
+    assert per_token["taught"] < per_token["new"]
+
+
+def test_an_earlier_run_that_is_contradicted_is_not_relied_on() -> None:
+    cost = DecodeCost({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+    cost.record(1, 1.0)
+    assert cost.prior_holds
+    for _ in range(3):
+        cost.record(4, 2.5)
+    assert not cost.prior_holds
+    assert not DecodeCost().prior_holds

@@ -12,6 +12,7 @@ import pytest
 
 from localspec import profile
 from localspec.control import Adaptive
+from localspec.prior import DraftPrior
 from localspec.profile import Key
 from tests.test_control import FLAT, STEEP, World
 
@@ -35,6 +36,52 @@ def test_what_is_stored_comes_back_for_the_same_key_alone(tmp_path: Path) -> Non
         replace(KEY, n_layer=3), replace(KEY, n_gpu_layers=-1), replace(KEY, file="b.gguf"),
     ):  # fmt: skip
         assert profile.load(other) is None
+
+
+DRAFT = DraftPrior((0.1, 0.05), (0.7, 0.6), (None, *[0.5] * 11))
+
+
+def test_what_is_known_of_drafts_is_kept_by_draft_and_mixed(tmp_path: Path) -> None:
+    profile.store(KEY, RATIOS, draft=("eagle3:a.gguf:5", DRAFT))
+    assert profile.load_draft(KEY, "eagle3:a.gguf:5") == DRAFT
+    assert profile.load_draft(KEY, "eagle3:a.gguf:6") is None
+    assert profile.load_draft(replace(KEY, threads=2), "eagle3:a.gguf:5") is None
+    profile.store(KEY, RATIOS)  # as `curve` does
+    profile.store(KEY, RATIOS, 0.5, ("ngram", DRAFT))
+    newer = DraftPrior((0.3, 0.05), (0.9,), (0.4, *[None] * 11))
+    profile.store(KEY, RATIOS, 0.5, ("eagle3:a.gguf:5", newer))
+    mixed = profile.load_draft(KEY, "eagle3:a.gguf:5")
+    assert mixed is not None
+    assert mixed.cost == pytest.approx((0.2, 0.05))
+    assert mixed.kept == pytest.approx((0.8, 0.6))
+    assert mixed.sure == pytest.approx((0.4, *[0.5] * 11))
+    assert profile.load_draft(KEY, "ngram") == DRAFT
+    for i in range(profile.MOST_DRAFTS):
+        profile.store(KEY, RATIOS, 0.5, (f"lm:{i}.gguf:1", DRAFT))
+    assert profile.load_draft(KEY, "ngram") is None
+    file = tmp_path / "d.gguf"
+    file.write_bytes(b"12345")
+    assert profile.draft_name("lm", file) == "lm:d.gguf:5"
+    assert profile.draft_name("ngram", None) == "ngram"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cost": [0.1]}, {"cost": [0.1, float("nan")]}, {"cost": [-1, 0]}, {"cost": "ab"}, {"kept": [1.5]}, {"kept": [None]},
+        {"sure": [True]}, {"sure": None}, {"kept": [0.5] * 65},
+    ],
+)  # fmt: skip
+def test_a_draft_of_which_nonsense_is_kept_is_unknown(change: dict[str, Any]) -> None:
+    path = profile.store(KEY, RATIOS, draft=("ngram", DRAFT))
+    assert path is not None
+    data = json.loads(path.read_text())
+    data["drafts"]["ngram"] |= change
+    path.write_text(json.dumps(data))
+    assert profile.load_draft(KEY, "ngram") is None
+    assert profile.load(KEY) == RATIOS
+    path.write_text(json.dumps(data | {"drafts": [1]}))
+    assert profile.load_draft(KEY, "ngram") is None
 
 
 def test_runs_correct_a_curve_and_a_curve_replaces_what_runs_said() -> None:
@@ -180,6 +227,7 @@ def test_a_long_run_keeps_what_it_saw(cli: Any, smollm2: Path, tmp_path: Path) -
     (kept,) = profiles(tmp_path / "home")
     assert kept["key"]["threads"] == 1
     assert set(kept["ratios"]) > {"1"}
+    assert len(kept["drafts"]["ngram"]["kept"]) >= 1
 
 
 def test_a_cache_that_cannot_be_written_to_is_said_once(cli: Any, smollm2: Path, tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ class Known:
     """What was read of the text in one slot: `tokens` are those of its rows and the one behind the last of them. `waiting`:
     rows after those f32[n, T, H], piece by piece, of the text `of`, which nobody has needed yet."""
 
-    __slots__ = ("of", "tokens", "waiting")
+    __slots__ = ("n_waiting", "of", "tokens", "waiting")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.of: Sequence | None = None
         self.waiting: list[F32] = []
+        self.n_waiting = 0
 
     @property
     def n_rows(self) -> int:
@@ -113,14 +114,15 @@ class TapDrafter(ABC, Generic[KnownT]):
         known = self._slots[seq.slot]
         known.of = seq
         known.waiting.append(rows.taps.copy())
-        if sum(map(len, known.waiting)) >= _MOST_WAITING:
+        known.n_waiting += len(rows.taps)
+        if known.n_waiting >= _MOST_WAITING:
             self._take_waiting(known)
 
     def _take_waiting(self, known: KnownT) -> None:
         if known.of is None or not known.waiting:
             return
         taps = known.waiting[0] if len(known.waiting) == 1 else np.concatenate(known.waiting)
-        known.waiting = []
+        known.waiting, known.n_waiting = [], 0
         self._add(known, known.of, known.n_rows, taps)
 
     def rewind(self, seq: Sequence, n_keep: int) -> None:
