@@ -1,7 +1,5 @@
-"""How many tokens to draft. Pure arithmetic over measured times: no llama.cpp, no clock of its own.
-
-`FixedBlock` always asks for n_max. `Adaptive` asks for as many as pay, for all sequences together, and for none where
-none does.
+"""As many tokens drafted as pay, for all sequences together, and none where none does. Pure arithmetic over measured times:
+no llama.cpp, no clock of its own.
 
 A block of S sequences with m drafted tokens gains S tokens for certain and the sum of the tokens' chances to survive, each
 the product of the chances along its sequence; it costs one decode of S + m rows and the drafting. The rate of that has a
@@ -22,25 +20,24 @@ any token, is the only one (`Look.may_cut`).
 What it may cost is bounded by a ledger: whatever a step took beyond what plain decoding would have taken for the same
 tokens is counted, and a draft is made only if, were all of it refused, no stretch of the last 256 tokens would have lost
 more than `_LOSS` of its plain time, less what the ledger can't see.
+
+After a decode nothing of Python is in the processor's caches, and thinking about a step took 4 % of a small model's. So
+where drafting pays a decision stands for some steps, as many as could all be refused, and where it does not some steps
+are plain without a thought; what came of them is learnt at once afterwards (`settle`).
 """
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from localspec.blocks import ADAPTIVE_N_MAX, Look, Outcome, Passes, one_pass
 from localspec.costs import DecodeCost, DraftCost
+from localspec.cuts import survival, ways_to_cut
+from localspec.ledger import Ledger
 from localspec.prior import DraftPrior
-from localspec.survival import ByPosition, Calibration
-
-#: llama.cpp's default of --spec-draft-n-max, and ours of a fixed block
-DEFAULT_N_MAX = 3
-#: the most that is drafted where the number is chosen as the text goes
-ADAPTIVE_N_MAX = 8
+from localspec.survival import ByPosition, Calibration, Mood
 
 _WINDOW = 256  # tokens of a sequence over which a loss is bounded
 _LOSS = 0.021  # of a window's plain time, at most; 3 % is promised
@@ -63,110 +60,9 @@ _SETTLED = 2  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
-_MOOD = (0.8, 2.0)  # of a text: what is kept of it from a step to the next, and first tokens that it is held against
-_BAD_MOOD = 0.8  # from which on it counts
 _DOUBT = 0.05  # of a plain step: what chance explains
-_WAYS = 16  # to cut drafts of several sequences, that are held against each other
 _JUDGED = 8  # drafted steps before what they gained is believed
 _HELD = 8  # steps of one text that a decision stands for where drafting pays: Python's part of a step again
-
-
-@dataclass(slots=True)
-class Look:
-    """A sequence before a step. `key` tells it from the others, `room` is the most that may be drafted for it, `may_cut`
-    whether drafted tokens may be dropped after a look at them."""
-
-    key: int
-    room: int
-    may_cut: bool = True
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a sequence's block: `confidence` of the tokens that were verified, in order, and how many of them were
-    kept; `gained` counts the tokens of the text."""
-
-    key: int
-    confidence: Sequence[float]
-    n_accepted: int
-    gained: int
-    again: int = 0  # further rows: tokens kept from a side branch of a tree, which had to be read again
-
-
-#: rows of each pass that a decode of blocks (sequence, rows) takes
-Passes = Callable[[tuple[tuple[int, int], ...]], tuple[int, ...]]
-
-
-def one_pass(blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Where a decode is never cut."""
-    return (sum([rows for _, rows in blocks]),)
-
-
-class Controller(Protocol):
-    """Chooses a step's blocks and learns from what came of them."""
-
-    n_max: int
-
-    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
-        """Tokens to draft for each sequence, 0 to n_max. `passes`: how decodes are cut on this session."""
-
-    def floor(self) -> float:
-        """Confidence below which a chain of drafts may end, for drafters that can stop by themselves."""
-
-    def cut(self, looks: Sequence[Look], confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many tokens of each draft to verify."""
-
-    def record(self, outcomes: Sequence[Outcome], proposed: int, draft: float, rest: float) -> None:
-        """A finished step: tokens proposed for all sequences, seconds of drafting and of everything else. `proposed` is -1
-        where the drafter was not asked."""
-
-    def trace(self) -> dict[str, Any]:
-        """What was decided in the last step, and why: for --trace."""
-
-
-@dataclass
-class FixedBlock:
-    """Always n_max tokens."""
-
-    n_max: int = DEFAULT_N_MAX
-
-    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
-        return [max(0, min(self.n_max, look.room)) for look in looks]
-
-    def floor(self) -> float:
-        return 0.0
-
-    def cut(self, looks: Sequence[Look], confidences: Sequence[Sequence[float]]) -> list[int]:
-        return [len(c) for c in confidences]
-
-    def record(self, outcomes: Sequence[Outcome], proposed: int, draft: float, rest: float) -> None:
-        pass
-
-    def trace(self) -> dict[str, Any]:
-        return {"why": "fixed"}
-
-
-@dataclass
-class _Ledger:
-    """What was lost against plain decoding, in seconds: its largest rise over the tokens of a window."""
-
-    total: float = 0.0
-    tokens: int = 0
-    # (tokens, total) before each step of the window, only those with the lowest totals so far from their place on
-    _lows: collections.deque[tuple[int, float]] = field(default_factory=collections.deque)
-
-    def add(self, gained: int, lost: float, window: int) -> None:
-        while self._lows and self._lows[-1][1] >= self.total:
-            self._lows.pop()
-        self._lows.append((self.tokens, self.total))
-        self.tokens += gained
-        self.total += lost
-        while len(self._lows) > 1 and self._lows[0][0] < self.tokens - window:
-            self._lows.popleft()
-
-    @property
-    def rise(self) -> float:
-        return max(0.0, self.total - self._lows[0][1]) if self._lows else 0.0
 
 
 @dataclass(slots=True)
@@ -206,7 +102,7 @@ class Adaptive:
         self._drafted_steps = 0
         self._steps = 0
         self._tokens = self._seconds = 0.0  # of a step of late, moving averages
-        self._ledger = _Ledger()
+        self._ledger = Ledger()
         self._plain_seen = 0
         self._since_plain = 0  # tokens of a sequence
         self._asked_again = 0  # plain steps in a row that surprised
@@ -216,10 +112,10 @@ class Adaptive:
         self._since_look = self._looks = self._trials = 0
         self._whole = False
         self._floor = 0.0
-        self._first_kept = self._first_expected = 0.0  # of late: a draft that was wrong is likelier to be wrong again
-        self._mood = 1.0  # times the chance of a block's first token, of one sequence
+        self._mood = Mood()  # of one sequence
         self._held = 0  # steps that the last decision still stands for
         self._size = _NONE  # that was decided on
+        self._may_cut = True  # and whether it was of a text whose drafts may be cut
         self._worth: list[float] = []  # of one sequence: tokens that a decode with k drafted ones must gain, by k
         self._staying = 0.0  # and what of them one with as many rows as the last decode need not
         self._rows = 0  # of that
@@ -294,7 +190,7 @@ class Adaptive:
     # -- before drafting -----------------------------------------------------------------------------------------------
 
     def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
-        if self._held and len(looks) == 1 and looks[0].room >= self._size.m and passes == self._passes:
+        if self._held and len(looks) == 1 and self._stands_for(looks[0]) and passes == self._passes:
             self._held -= 1
             self._since_look += 1
             return self._say(self._size.ks, "pays, as decided before")
@@ -354,6 +250,7 @@ class Adaptive:
         if can_cut and not (self._trial or self._whole):
             self._floor = self._stop_below(size, sizes, rate)
         if len(looks) == 1:
+            self._may_cut = can_cut
             self._hold(size, sizes, rate)
         return self._say(size.ks, "a trial" if self._trial else "pays", predicted=best.rate)
 
@@ -376,6 +273,10 @@ class Adaptive:
             budget = _RISKED * self._budget(sizes[0].decode)
             self._held = max(0, (_HELD if risk * _HELD <= budget else int(budget / risk)) - 1)
 
+    def _stands_for(self, look: Look) -> bool:
+        """Whether the last decision may stand for this one, too. What a look at the tokens may decide differs by text."""
+        return look.room >= self._size.m and look.may_cut == self._may_cut
+
     def pays(self, best: int) -> bool:
         """Whether drafts are made where the block that looks best has so many tokens. What is known by position says
         whether to begin. What came of it, drafts cut by confidence and all, can say no to that, and yes where it said no."""
@@ -386,7 +287,7 @@ class Adaptive:
     def _sizes(self, looks: Sequence[Look]) -> list[_Size]:
         """What may be drafted: for every sequence so many tokens, or as many as it has room for. The first size is none."""
         keys, rooms = [look.key for look in looks], [look.room for look in looks]
-        gain, alive, sizes = float(len(looks)), self._mood if len(looks) == 1 else 1.0, []
+        gain, alive, sizes = float(len(looks)), self._mood.factor if len(looks) == 1 else 1.0, []
         for level in range(max(0, min(self.n_max, max(rooms))) + 1):
             if level:
                 alive *= self.position.chance(level - 1)
@@ -465,11 +366,11 @@ class Adaptive:
             self._last |= {"proposed": lengths, "verified": [kept_of_one]}
             return [kept_of_one]
         keys = [look.key for look in looks]
-        alive = [_survival([self.calibration.chance(value) for value in values]) for values in confidences]
+        alive = [survival([self.calibration.chance(value) for value in values]) for values in confidences]
         plain = self._plain(keys)
         rate = max(self._rate, len(looks) / plain)
         kept, top = [0] * len(looks), -rate * plain
-        for ks in _ways_to_cut(alive):
+        for ks in ways_to_cut(alive):
             gain = sum(sum(chances[:k]) for chances, k in zip(alive, ks))
             worth = gain - rate * self.decode.of(self._passes_of(keys, ks))
             if worth > top:
@@ -478,7 +379,7 @@ class Adaptive:
         return kept
 
     def _cut_one(self, confidence: Sequence[float]) -> int:
-        alive, gain, kept, top = self._mood, 0.0, 0, -self._worth[0] + self._staying * (self._rows == 1)
+        alive, gain, kept, top = self._mood.factor, 0.0, 0, -self._worth[0] + self._staying * (self._rows == 1)
         for k, value in enumerate(confidence, 1):
             alive *= self.calibration.chance(value)
             gain += alive
@@ -516,14 +417,8 @@ class Adaptive:
         self._learn(outcomes, proposed, draft, rest)
 
     def _feel(self, outcome: Outcome) -> None:
-        keep, weight = _MOOD
-        self._first_kept *= keep
-        self._first_expected *= keep
-        if len(outcome.confidence):
-            self._first_kept += outcome.n_accepted > 0
-            self._first_expected += self.calibration.chance(outcome.confidence[0])
-        mood = (self._first_kept + weight) / (self._first_expected + weight)
-        self._mood = mood if mood < _BAD_MOOD else 1.0
+        first = self.calibration.chance(outcome.confidence[0]) if len(outcome.confidence) else 0.0
+        self._mood.record(first, outcome.n_accepted > 0)
 
     def settle(self) -> None:
         """Learn from the steps that wait for it: all at once, which takes a fraction of the time."""
@@ -622,27 +517,3 @@ class Adaptive:
             return self._last
         rows, gained, seconds = self._brief
         return self._last | {"rows": rows, "gained": gained, "ms": round(1e3 * seconds, 3)}
-
-
-def _survival(chances: Sequence[float]) -> list[float]:
-    """Of each token of a draft, with all those before it."""
-    return list(itertools.accumulate(chances, operator.mul))
-
-
-def _ways_to_cut(alive: Sequence[Sequence[float]]) -> list[list[int]]:
-    """How many tokens of each draft to verify: ways worth a look. `alive`: by sequence, each token's chance to survive.
-
-    The likeliest tokens of all, more and more of them; and of every draft the same number, which makes one pass.
-    """
-    order = [i for i, _ in sorted(((i, c) for i, chances in enumerate(alive) for c in chances), key=lambda item: -item[1])]
-    counts = [0] * len(alive)
-    ways = []
-    every = max(1, -(-len(order) // _WAYS))
-    for m, i in enumerate(order, 1):
-        counts[i] += 1
-        if m % every == 0 or m == len(order):
-            ways.append(list(counts))
-    if len(alive) > 1:
-        longest = max(map(len, alive), default=0)
-        ways += [[min(level, len(chances)) for chances in alive] for level in range(1, longest)]
-    return ways

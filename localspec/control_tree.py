@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from localspec.control import Adaptive, Look
+from localspec.blocks import Look
+from localspec.control import Adaptive
 from localspec.tree import Shape, Tree
 
 #: Nodes, depth and width of trees; the first is what --spec-tree on drafts. With the pending token 8, 4 and 16 rows, where

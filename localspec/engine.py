@@ -24,7 +24,7 @@ import numpy as np
 
 from localspec.accept import Block, Draft, Sampling, Verdict, verify
 from localspec.accept_tree import verify_tree
-from localspec.control import Controller, FixedBlock, Look, Outcome
+from localspec.blocks import Controller, FixedBlock, Look, Outcome
 from localspec.control_tree import TreeChooser, TreeOutcome
 from localspec.drafters import Drafter, Sequence, Stoppable, TapReader, TreeDrafter
 from localspec.errors import ContextFullError, UsageError

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from localspec import native
 from localspec.accept import Sampling
-from localspec.control import DEFAULT_N_MAX
+from localspec.blocks import DEFAULT_N_MAX
 from localspec.errors import LocalspecError
 from localspec.gguf_file import GGUFFile
 from localspec.pairing import llama_spec_type

@@ -17,7 +17,8 @@ from typing import Any
 
 from localspec.accept import Sampling
 from localspec.bench import compare, encode_prompts
-from localspec.control import Adaptive, FixedBlock
+from localspec.blocks import FixedBlock
+from localspec.control import Adaptive
 from localspec.curve import DEFAULT_SIZES, Curve, Probe, measure_curves
 from localspec.drafters import Drafter
 from localspec.engine import Engine, Request, Stats

@@ -34,7 +34,8 @@ import numpy as np
 from localspec import native
 from localspec.accept import Sampling
 from localspec.bench import encode_prompts
-from localspec.control import ADAPTIVE_N_MAX, Adaptive, FixedBlock
+from localspec.blocks import ADAPTIVE_N_MAX, FixedBlock
+from localspec.control import Adaptive
 from localspec.drafters import DrafterSettings, load, taps
 from localspec.engine import Engine, Request
 from localspec.gguf_file import GGUFFile

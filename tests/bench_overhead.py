@@ -14,7 +14,7 @@ from typing import Any
 
 from localspec import accept, native
 from localspec.accept import Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.drafters.ngram import NgramDrafter
 from localspec.engine import Engine, Request
 from localspec.model import Model

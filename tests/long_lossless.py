@@ -18,7 +18,7 @@ from typing import Any
 from localspec import native
 from localspec.accept import Sampling
 from localspec.bench import encode_prompt
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.drafters import DrafterSettings, load
 from localspec.engine import Engine, Request
 from localspec.model import Model

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.accept import Draft, Sampling
-from localspec.control import FixedBlock, one_pass
+from localspec.blocks import FixedBlock, one_pass
 from localspec.drafters import DrafterSettings, Sequence, load, taps
 from localspec.engine import Engine, Request
 from localspec.model import Model

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from localspec.advice import advise
-from localspec.control import Adaptive, Look, Outcome
+from localspec.blocks import Look, Outcome
+from localspec.control import Adaptive
 from localspec.errors import UsageError
 from localspec.picture import need_picture
 from tests.test_control import CLIFFS, FLAT, STEEP, World

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from localspec.accept import Draft, Sampling
+from localspec.blocks import FixedBlock
 from localspec.chat.commands import COMMAND_NAMES, run_command
 from localspec.chat.conversation import Chat, Exchange, Known, PlainTranscript, Turn
 from localspec.chat.screen import printable, status_line
-from localspec.control import FixedBlock
 from localspec.drafters.ngram import NgramDrafter
 from localspec.engine import Engine, Stats
 from localspec.errors import ContextFullError, LocalspecError, NativeError, UsageError

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from localspec.control import Adaptive, Controller, FixedBlock, Look, Outcome, Passes, one_pass
+from localspec.blocks import Controller, FixedBlock, Look, Outcome, Passes, one_pass
+from localspec.control import Adaptive
 from localspec.costs import DecodeCost
 from localspec.passes import rows_of
 
@@ -399,3 +400,19 @@ def test_an_earlier_run_that_is_contradicted_is_not_relied_on() -> None:
         cost.record(4, 2.5)
     assert not cost.prior_holds
     assert not DecodeCost().prior_holds
+
+
+def test_a_decision_that_may_cut_does_not_stand_for_a_text_that_may_not() -> None:
+    """A token that is dropped after a look at it makes `reject` another distribution."""
+    controller = _warm(FLAT, 0.9)
+    for _ in range(20):
+        controller.choose([Look(0, 64)])
+        if controller._held and controller.floor() > 0:
+            break
+        controller.record([Outcome(0, [0.9] * 3, 3, 4)], 3, 0.1, FLAT[4])
+    assert controller._held
+    assert controller.floor() > 0
+    (k,) = controller.choose([Look(0, 64, may_cut=False)])
+    assert k > 0
+    assert controller.floor() == 0
+    assert controller.cut([Look(0, 64, may_cut=False)], [[0.01] * k]) == [k]

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from localspec.accept import Sampling  # noqa: E402
-from localspec.control import FixedBlock  # noqa: E402
+from localspec.blocks import FixedBlock  # noqa: E402
 from localspec.convert import parity  # noqa: E402
 from localspec.convert import small as converter  # noqa: E402
 from localspec.convert.draft import convert  # noqa: E402

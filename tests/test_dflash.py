@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.accept import Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.dflash_net import DFlashNet
 from localspec.drafters import DrafterSettings, dflash, load, taps
 from localspec.engine import Engine, Request

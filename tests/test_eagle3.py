@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from localspec.accept import Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.drafters import DrafterSettings, eagle3, load, taps
 from localspec.eagle3_net import Eagle3Net
 from localspec.engine import Engine, Request

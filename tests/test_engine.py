@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from localspec.accept import Draft, Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.drafters import Drafter, DrafterSettings, Sequence, load, names, taps
 from localspec.drafters.ngram import NgramDrafter
 from localspec.engine import Engine, Request, Stats, Step

@@ -13,8 +13,8 @@ import pytest
 
 from localspec import gbnf
 from localspec.accept import Block, Draft, Sampling, verify
+from localspec.blocks import FixedBlock
 from localspec.cli.options import take_grammar
-from localspec.control import FixedBlock
 from localspec.drafters import DrafterSettings, load
 from localspec.engine import Engine, Request, Stats
 from localspec.errors import NativeError, UsageError

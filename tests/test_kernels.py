@@ -16,7 +16,7 @@ import pytest
 
 from localspec import native
 from localspec.accept import Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.drafters import Drafter
 from localspec.drafters.ngram import NgramDrafter
 from localspec.engine import Engine, Request, Stats

@@ -18,7 +18,8 @@ LAYERS = [
     ["model"],
     [
         "template", "pairing", "memory", "accept_reference", "accept", "tree", "accept_tree", "topk", "costs",
-        "survival", "prior", "control", "control_tree", "default_model", "profile", "advice", "picture", "hub", "fetch",
+        "survival", "prior", "blocks", "ledger", "cuts", "control", "control_tree", "default_model", "profile", "advice",
+        "picture", "hub", "fetch",
         "prompts", "shipped", "taps", "threads", "gemma4", "gbnf", "grammar", "json_exclusive", "json_parts", "json_schema",
         "snapshot", "clusters", "passes",
     ],

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from localspec import clusters, gemma4
 from localspec.accept import Sampling
+from localspec.blocks import FixedBlock
 from localspec.clusters import ClusteredHead
-from localspec.control import FixedBlock
 from localspec.convert import mtp as export
 from localspec.convert.checkpoint import Checkpoint
 from localspec.convert.draft import convert

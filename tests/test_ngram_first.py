@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from localspec.accept import Draft, Sampling
-from localspec.control import Adaptive, FixedBlock
+from localspec.blocks import FixedBlock
+from localspec.control import Adaptive
 from localspec.drafters import DrafterSettings, Sequence, Stoppable, TapReader, load, split, taps
 from localspec.drafters._ngram_first import NgramFirst, ngram_first
 from localspec.drafters.ngram import NgramDrafter

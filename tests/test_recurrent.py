@@ -16,7 +16,7 @@ import pytest
 
 from localspec import snapshot, target
 from localspec.accept import Draft, Sampling
-from localspec.control import FixedBlock, Outcome
+from localspec.blocks import FixedBlock, Outcome
 from localspec.curve import Probe
 from localspec.drafters import DrafterSettings, Sequence, load, taps
 from localspec.engine import Engine, Request, Stats

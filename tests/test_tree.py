@@ -10,7 +10,8 @@ import pytest
 from localspec import accept_reference as twin
 from localspec.accept import Block, Draft, Sampling, verify
 from localspec.accept_tree import verify_tree
-from localspec.control import Adaptive, Look, Outcome
+from localspec.blocks import Look, Outcome
+from localspec.control import Adaptive
 from localspec.control_tree import FixedTree, TreeOutcome, TreesThatPay
 from localspec.drafters import Sequence
 from localspec.drafters._trees import grow

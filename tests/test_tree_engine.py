@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.accept import Draft, Sampling
-from localspec.control import FixedBlock
+from localspec.blocks import FixedBlock
 from localspec.control_tree import FixedTree
 from localspec.drafters import DrafterSettings, Sequence, load, taps
 from localspec.eagle3_net import Eagle3Net

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from localspec import native
-from localspec.control import DEFAULT_N_MAX
+from localspec.blocks import DEFAULT_N_MAX
 from localspec.errors import PairingError, UsageError
 from localspec.gguf_file import GGUFFile, require_model
 from localspec.gguf_format import clip

@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 
 from localspec import native, profile, rpc
+from localspec.blocks import Controller, FixedBlock
 from localspec.cli.interrupt import Interrupt
 from localspec.cli.options import DRAFTERS, ModelChoice
-from localspec.control import Adaptive, Controller, FixedBlock
+from localspec.control import Adaptive
 from localspec.control_tree import FixedTree, TreeChooser, TreesThatPay
 from localspec.drafters import Drafter, DrafterSettings, TreeDrafter, load, split, taps
 from localspec.engine import Engine

@@ -15,8 +15,8 @@ import click
 
 from localspec import gbnf, native, rpc
 from localspec.accept import Sampling
+from localspec.blocks import ADAPTIVE_N_MAX, DEFAULT_N_MAX
 from localspec.cli.help import option
-from localspec.control import ADAPTIVE_N_MAX, DEFAULT_N_MAX
 from localspec.errors import UsageError
 from localspec.json_schema import to_gbnf
 from localspec.target import SessionSettings

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from localspec.control import Outcome
+from localspec.blocks import Outcome
 from localspec.engine import Engine
 from localspec.errors import UsageError
 

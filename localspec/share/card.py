@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localspec.control import DEFAULT_N_MAX
+from localspec.blocks import DEFAULT_N_MAX
 from localspec.share.artefact import CHECKPOINT_FILES, MANIFEST, Artefact, target_tag, tokenizer_tag
 
 CARD = "README.md"

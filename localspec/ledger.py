@@ -1,0 +1,29 @@
+"""What was lost against plain decoding. Pure arithmetic."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Ledger:
+    """Seconds that were lost, all together, and their largest rise over the tokens of a window."""
+
+    total: float = 0.0
+    tokens: int = 0
+    # (tokens, total) before each step of the window, only those with the lowest totals so far from their place on
+    _lows: collections.deque[tuple[int, float]] = field(default_factory=collections.deque)
+
+    def add(self, gained: int, lost: float, window: int) -> None:
+        while self._lows and self._lows[-1][1] >= self.total:
+            self._lows.pop()
+        self._lows.append((self.tokens, self.total))
+        self.tokens += gained
+        self.total += lost
+        while len(self._lows) > 1 and self._lows[0][0] < self.tokens - window:
+            self._lows.popleft()
+
+    @property
+    def rise(self) -> float:
+        return max(0.0, self.total - self._lows[0][1]) if self._lows else 0.0
