@@ -82,6 +82,20 @@ class _Size:
         return self.gain / max(1e-9, self.decode + self.draft)
 
 
+@dataclass(slots=True)
+class _Standing:
+    """What drafting has been worth with so many sequences (within a factor of two): one alone gains where sixteen lose."""
+
+    advantage: float = 0.0  # of a step with drafts over plain steps, in plain steps, a moving average
+    drafted: int = 0
+    steps: int = 0
+    tokens: float = 0.0  # of a step of late, moving averages
+    seconds: float = 0.0
+    gap: int = _GAPS[0]  # steps between trials
+    since_trial: int = 0
+    trials: int = 0
+
+
 _NONE = _Size([], 0, 0.0, (), 0.0, 0.0)
 
 
@@ -98,18 +112,15 @@ class Adaptive:
         self.draft = DraftCost(self.decode, known.cost if known else None)
         self.position = ByPosition.begun(known.kept if known else ())
         self.calibration = Calibration(known.sure if known else ())
-        self.advantage = 0.0  # of a step with drafts over plain steps, in plain steps, a moving average
-        self._drafted_steps = 0
         self._steps = 0
-        self._tokens = self._seconds = 0.0  # of a step of late, moving averages
+        self._standings: dict[int, _Standing] = {}
+        self._now = self._standing(1)
         self._ledger = Ledger()
         self._plain_seen = 0
         self._since_plain = 0  # tokens of a sequence
         self._asked_again = 0  # plain steps in a row that surprised
-        self._gap = _GAPS[0]
-        self._since_trial = 0
         self._trial = False
-        self._since_look = self._looks = self._trials = 0
+        self._since_look = self._looks = 0
         self._whole = False
         self._floor = 0.0
         self._mood = Mood()  # of one sequence
@@ -137,19 +148,31 @@ class Adaptive:
     @property
     def judged(self) -> bool:
         """Whether enough was drafted for `advantage` to be believed."""
-        return self._drafted_steps >= _JUDGED
+        return self._now.drafted >= _JUDGED
+
+    @property
+    def advantage(self) -> float:
+        """Of a step with drafts over plain steps, in plain steps, with as many sequences as in the last step."""
+        return self._now.advantage
+
+    @advantage.setter
+    def advantage(self, value: float) -> None:
+        self._now.advantage = value
+
+    def _standing(self, n: int) -> _Standing:
+        return self._standings.setdefault(n.bit_length(), _Standing())
 
     def learnt(self) -> DraftPrior | None:
         """What a later run may know of the draft; None before enough was drafted."""
         self.settle()
-        if not self.judged:
+        if sum(standing.drafted for standing in self._standings.values()) < _JUDGED:
             return None
         return DraftPrior(self.draft.line(), tuple(self.position.values()), self.calibration.known())
 
     @property
     def _rate(self) -> float:
         """Tokens per second of late."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+        return self._now.tokens / self._now.seconds if self._now.seconds else 0.0
 
     def _plain_is_due(self, rate: float) -> bool:
         """Whether plain decoding's cost, which makes so many tokens a second, has to be looked at again."""
@@ -171,8 +194,8 @@ class Adaptive:
     def allows(self, seconds: float) -> bool:
         """Whether a step of another kind may take so long and gain one token only: no plain step is due, and no window
         would lose more than it may."""
-        plain = self.decode.at_most((1,))
         self.settle()
+        plain = self.decode.at_most((1,))
         due = self._plain_seen < _FIRST_PLAIN or self._plain_is_due(1 / plain)
         return not due and seconds - plain <= self._budget(plain)
 
@@ -198,17 +221,18 @@ class Adaptive:
         if self._rests and len(looks) == self._usual[0]:
             self._rests -= 1
             self._resting = True
-            self._since_trial += self._waits
+            self._now.since_trial += self._waits
             return self._say(none, self._last["why"])
         self.settle()
         self._floor, self._trial, self._whole, self._passes = 0.0, False, False, passes
         if not looks or self.n_max == 0:
             return self._say(none, "off")
+        self._now = self._standing(len(looks))
         if self._plain_seen < _FIRST_PLAIN:
             return self._say(none, "plain steps first")
-        waits = self.judged and self.advantage <= -_DOUBT and self._since_trial + 1 < self._gap
+        waits = self.judged and self.advantage <= -_DOUBT and self._now.since_trial + 1 < self._now.gap
         if waits and not self._since_plain and not self._asked_again:
-            self._since_trial += 1
+            self._now.since_trial += 1
             self._rest(True)
             return self._say(none, "nothing pays")
         step = self._plain([look.key for look in looks])
@@ -216,7 +240,7 @@ class Adaptive:
         if self._plain_is_due(plain):
             return self._say(none, "plain cost is due")
         if waits:
-            self._since_trial += 1
+            self._now.since_trial += 1
             return self._say(none, "nothing pays", predicted=plain)
         if self._budget(step) <= 0:
             self._rest(False)
@@ -230,13 +254,13 @@ class Adaptive:
         if best.m == 0:
             best = max(sizes[1:], key=lambda size: size.rate)
         if not pays:
-            self._since_trial += 1
-            if self._since_trial < self._gap:
+            self._now.since_trial += 1
+            if self._now.since_trial < self._now.gap:
                 self._rest(True)
                 return self._say(none, "nothing pays", predicted=plain)
             self._trial = True
-            self._trials += 1
-            self._whole = can_cut and self._trials % 2 == 1  # every other one shows what unsure tokens are worth, too
+            self._now.trials += 1
+            self._whole = can_cut and self._now.trials % 2 == 1  # every other one shows what unsure tokens are worth, too
             size = best
         else:
             size = self._other(best, sizes)
@@ -244,7 +268,7 @@ class Adaptive:
         if size.m == 0:
             return self._say(none, "the loss allowed is used up", predicted=plain)
         if self._trial:
-            self._since_trial = 0
+            self._now.since_trial = 0
         # By the rate that was reached: the one expected is that of tokens as sure as those verified so far.
         rate = max(self._rate, plain)
         if can_cut and not (self._trial or self._whole):
@@ -259,7 +283,7 @@ class Adaptive:
         usual ones all that is to be known is known."""
         self._waits = waits
         if self._plain_seen >= _USED_TO and not self._since_plain and not self._asked_again:
-            self._rests = max(0, min(_EACH, self._gap - self._since_trial if waits else _EACH) - 1)
+            self._rests = max(0, min(_EACH, self._now.gap - self._now.since_trial if waits else _EACH) - 1)
 
     def _hold(self, size: _Size, sizes: Sequence[_Size], rate: float) -> None:
         """Work out what a block of one sequence must gain, and how many steps this decision stands for: so many that all of
@@ -477,12 +501,12 @@ class Adaptive:
         lost = took - plain * gained / n
         if proposed == 0 and draft < _FREE * plain:  # a look for nothing that cost nothing: no draft, no judgement
             lost = 0.0
-            self._since_trial = max(self._since_trial, self._gap if self._trial else 0)
+            self._now.since_trial = max(self._now.since_trial, self._now.gap if self._trial else 0)
         elif proposed >= 0:
             if not self._whole:  # those are made to learn from
                 self._judge(-lost / plain)
             if self._trial:
-                self._gap = _GAPS[0] if lost < 0 else min(2 * self._gap, _GAPS[1])
+                self._now.gap = _GAPS[0] if lost < 0 else min(2 * self._now.gap, _GAPS[1])
         else:
             lost = 0.0  # plain decoding is what it is compared with
         self._ledger.add(gained, lost, _WINDOW * n)
@@ -496,15 +520,17 @@ class Adaptive:
         return 1 / _USUAL < rest / self._usual[1] < _USUAL
 
     def _follow(self, gained: int, took: float) -> None:
-        follow = max(_FOLLOW, 1 / self._steps)
-        self._tokens += follow * (gained - self._tokens)
-        self._seconds += follow * (took - self._seconds)
+        now = self._now
+        now.steps += 1
+        follow = max(_FOLLOW, 1 / now.steps)
+        now.tokens += follow * (gained - now.tokens)
+        now.seconds += follow * (took - now.seconds)
 
     def _judge(self, advantage: float) -> None:
         """A step for which drafts were made gained so many plain steps."""
-        self._drafted_steps += 1
-        follow = max(_FOLLOW, 1 / self._drafted_steps)
-        self.advantage += follow * (advantage - self.advantage)
+        self._now.drafted += 1
+        follow = max(_FOLLOW, 1 / self._now.drafted)
+        self._now.advantage += follow * (advantage - self._now.advantage)
 
     def _say(self, ks: list[int], why: str, predicted: float = 0.0) -> list[int]:
         self._last = {"k": ks, "why": why}

@@ -416,3 +416,12 @@ def test_a_decision_that_may_cut_does_not_stand_for_a_text_that_may_not() -> Non
     assert k > 0
     assert controller.floor() == 0
     assert controller.cut([Look(0, 64, may_cut=False)], [[0.01] * k]) == [k]
+
+
+def test_what_many_texts_lose_says_nothing_about_one() -> None:
+    """A server that wrote sixteen texts, for which drafts did not pay, writes one, for which they do."""
+    cost = {n: 1 + 0.05 * (n - 1) if n <= 16 else 1.75 + n - 16 for n in range(1, 200)}
+    controller = _warm(cost, 0.7)
+    alone = World(cost, constant(0.7), seed=5).run(controller, 400)
+    World(cost, constant(0.7), seed=6).run(controller, 100, n=16)
+    assert World(cost, constant(0.7), seed=5).run(controller, 400) < 1.05 * alone
