@@ -18,8 +18,9 @@ unlikely would be replaced by one drawn from p instead of from the residual. The
 any token, is the only one (`Look.may_cut`).
 
 What it may cost is bounded by a ledger: whatever a step took beyond what plain decoding would have taken for the same
-tokens is counted, and a draft is made only if, were all of it refused, no stretch of the last 256 tokens would have lost
-more than `_LOSS` of its plain time, less what the ledger can't see.
+tokens is counted, in plain steps, as these take another time in a slower minute or with other texts beside. A draft is made
+only if, were all of it refused, no stretch of the last 256 tokens would have lost more than `_LOSS` of its plain time, less
+what the ledger can't see.
 
 After a decode nothing of Python is in the processor's caches, and thinking about a step took 4 % of a small model's. So
 where drafting pays a decision stands for some steps, as many as could all be refused, and where it does not some steps
@@ -58,10 +59,12 @@ _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave someth
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
 _SETTLED = 2  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
+_GAP_MANY = 4  # times that, with so many texts or more: a trial tells of each
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
 _DOUBT = 0.05  # of a plain step: what chance explains
 _JUDGED = 8  # drafted steps before what they gained is believed
+_ANEW = 8  # steps with another number of texts, after which what was learnt with the former one is doubted
 _HELD = 8  # steps of one text that a decision stands for where drafting pays: Python's part of a step again
 
 
@@ -115,6 +118,7 @@ class Adaptive:
         self._steps = 0
         self._standings: dict[int, _Standing] = {}
         self._now = self._standing(1)
+        self._anew = (0, 0, 0)  # texts (within a factor of two), steps with so many, and passes before these
         self._ledger = Ledger()
         self._plain_seen = 0
         self._since_plain = 0  # tokens of a sequence
@@ -181,7 +185,7 @@ class Adaptive:
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
         """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
-        return share * max(0.0, _LOSS - _UNSEEN / plain) * _WINDOW * plain - self._ledger.rise
+        return plain * (share * max(0.0, _LOSS - _UNSEEN / plain) * _WINDOW - self._ledger.rise)
 
     # -- steps of another kind, for one sequence (control_tree.py) -------------------------------------------------------
 
@@ -206,7 +210,7 @@ class Adaptive:
         self.decode.record(rows, rest)
         self._since_plain += max(1, gained)
         took = min(draft + rest, _STALLED * (self.decode.seconds(rows) + draft))
-        self._ledger.add(gained, took - self.decode.at_most((1,)) * gained, _WINDOW)
+        self._ledger.add(gained, took / self.decode.at_most((1,)) - gained, _WINDOW)
         self._follow(gained, took)
         return took
 
@@ -450,7 +454,8 @@ class Adaptive:
         self._passed_over, self._rested = self._rested, 0
         if self._passed_over:
             n = self._usual[0]
-            self._ledger.add(self._passed_over * n, 0.0, _WINDOW * n)
+            self._ledger.add(self._passed_over, 0.0, _WINDOW)
+            self.decode.pass_over(self._passed_over)
             for _ in range(self._passed_over):
                 self._steps += 1
                 self._follow(n, self._rested_seconds / self._passed_over)
@@ -464,6 +469,7 @@ class Adaptive:
     def _learn(self, outcomes: Sequence[Outcome], proposed: int, draft: float, rest: float) -> None:
         n = len(outcomes)
         self._steps += 1
+        self._doubt(n)
         passes = self._passes(tuple([(o.key, 1 + len(o.confidence) + o.again) for o in outcomes]))
         rows = sum(passes)
         gained = sum(o.gained for o in outcomes)
@@ -506,15 +512,26 @@ class Adaptive:
             if not self._whole:  # those are made to learn from
                 self._judge(-lost / plain)
             if self._trial:
-                self._now.gap = _GAPS[0] if lost < 0 else min(2 * self._now.gap, _GAPS[1])
+                self._now.gap = _GAPS[0] if lost < 0 else min(2 * self._now.gap, _GAPS[1] * min(n, _GAP_MANY))
         else:
             lost = 0.0  # plain decoding is what it is compared with
-        self._ledger.add(gained, lost, _WINDOW * n)
+        self._ledger.add(gained / n, lost / plain, _WINDOW)
         self._follow(gained, took)
         self._last |= {
             "rows": rows, "gained": gained, "ms": round(1e3 * (draft + rest), 3), "expected_ms": round(1e3 * expected, 3),
-            "advantage": round(self.advantage, 3), "loss": round(self._ledger.rise / plain, 2),
+            "advantage": round(self.advantage, 3), "loss": round(self._ledger.rise, 2),
         }  # fmt: skip
+
+    def _doubt(self, n: int) -> None:
+        """Where another number of texts is written than before: sizes seen with those may cost something else now."""
+        size, steps, passes = self._anew
+        if n.bit_length() != size:
+            self._anew = (n.bit_length(), 1, self.decode.passes)
+            return
+        if steps == _ANEW:
+            self.decode.doubt(passes, cheap=True)
+        if steps <= _ANEW:
+            self._anew = (size, steps + 1, passes)
 
     def _like_usual(self, rest: float) -> bool:
         return 1 / _USUAL < rest / self._usual[1] < _USUAL

@@ -8,6 +8,9 @@ has to, and does not follow single times: those differ upwards more than downwar
 from the sizes that are seen rarely. A size that was seen once may have been interrupted just then, and would never be tried
 again: until there are enough, what the sizes around it let expect stands for the times that are missing.
 
+What was seen while other programs ran, or with other texts beside, may hold no longer: a size that looks too dear to be used
+would never be seen again. So after a while it is forgotten, and what the others let expect stands for it.
+
 A pass with another number of rows than the one before has its graph built anew, which on a small model costs a tenth of a
 decode: plain decoding, one after the other, does not have that. So what a change costs is learnt too, and times of a size
 are what it takes without.
@@ -27,6 +30,8 @@ _ENOUGH_LATE = 5  # of them, to tell
 _CHANGED = 1.2  # times what was expected
 _ENOUGH = 3  # times of a size to be believed against others
 _DIFFERENCES = 31  # between times with a change and times without, of which the median is what a change costs
+_STALE = 1024  # passes, after which a size that was not among them is doubted
+_DOUBTED = 1.5  # times what the other sizes let expect: so far off it is forgotten then
 _SLOPE = 0.06  # a further row, in decodes of one row, before anything is known
 
 
@@ -54,6 +59,8 @@ class DecodeCost:
         self.last = 0  # rows of the last pass
         self._differences: collections.deque[float] = collections.deque(maxlen=_DIFFERENCES)
         self._change = 0.0  # what another number of rows costs, over the level
+        self.passes = 0  # so far
+        self._seen: dict[int, int] = {}  # of each size: how many had been recorded when it was the last one
 
     @property
     def known(self) -> bool:
@@ -82,6 +89,8 @@ class DecodeCost:
         if not self.known:
             self._level = seconds / self._ratio(rows)
             self._medians, self._sizes = {}, []
+        self.pass_over(1)
+        self._seen[rows] = self.passes
         few = self.samples(rows) < _ENOUGH
         expected = self.of((rows,), self.last)
         time = _Time(seconds / self._level, rows != self.last)
@@ -96,7 +105,34 @@ class DecodeCost:
             self._late.append((time, seconds / expected))
             self._follow()
         if rows in self._prior:
-            self._scale = statistics.median(self._medians[n] / self._prior[n] for n in self._sizes if n in self._prior)
+            self._scale = self._scale_of(self._sizes)
+
+    def pass_over(self, n: int) -> None:
+        """So many decodes, of which nothing else is to be learnt."""
+        due = self.passes // _STALE != (self.passes + n) // _STALE
+        self.passes += n
+        if due:
+            self.doubt(self.passes - _STALE)
+
+    def doubt(self, before: int, cheap: bool = False) -> None:
+        """Forget the sizes that were last seen before `passes` had that value, and look so dear beside the others that they
+        would never be tried. With `cheap` those, too, that look so much cheaper: a busy machine, which made the others dear,
+        did not do that to them."""
+        fresh = [rows for rows in self._sizes if self._seen.get(rows, 0) > before]
+        stale = [rows for rows in self._times if rows not in fresh]
+        scale = self._scale_of(fresh)
+        off = {rows: self._medians[rows] / self._expected(rows, fresh, scale) for rows in stale}
+        doubted = [rows for rows, each in off.items() if each > _DOUBTED or (cheap and each < 1 / _DOUBTED)]
+        for rows in doubted:
+            del self._times[rows], self._medians[rows], self._seen[rows]
+            self._sizes.remove(rows)
+        if doubted:
+            self._scale = self._scale_of(self._sizes)
+
+    def _scale_of(self, sizes: Iterable[int]) -> float:
+        """Between the prior's ratios and these sizes'."""
+        found = [self._medians[n] / self._prior[n] for n in sizes if n in self._prior]
+        return statistics.median(found) if found else self._scale
 
     def _compare(self, time: _Time, times: Iterable[_Time]) -> None:
         """Learn what a change costs from a time and those of the other kind."""
@@ -126,7 +162,7 @@ class DecodeCost:
         """Of a size's times, those that are missing being what it was expected to take without them."""
         times = [time.value - time.changed * self._change for time in self._times[rows]]
         if len(times) < _ENOUGH:
-            times += [self._expected(rows)] * (_ENOUGH - len(times))
+            times += [self._expected(rows, self._sizes, self._scale)] * (_ENOUGH - len(times))
         return statistics.median(times)
 
     def record_passes(self, passes: Sequence[int], seconds: float) -> None:
@@ -162,13 +198,13 @@ class DecodeCost:
         return {n: self._ratio(n) / one for n in sorted(self._times) if self.samples(n) >= least}
 
     def _ratio(self, rows: int) -> float:
-        return self._medians[rows] if rows in self._medians else self._expected(rows)
+        return self._medians[rows] if rows in self._medians else self._expected(rows, self._sizes, self._scale)
 
-    def _expected(self, rows: int) -> float:
-        """What an earlier run or the other sizes say about one."""
+    def _expected(self, rows: int, sizes: Sequence[int], scale: float) -> float:
+        """What an earlier run or these other sizes, which ascend, say about one."""
         if rows in self._prior:
-            return self._prior[rows] * self._scale
-        ratio, sizes = self._medians, self._sizes
+            return self._prior[rows] * scale
+        ratio = self._medians
         below = bisect.bisect_left(sizes, rows)
         above = below + (below < len(sizes) and sizes[below] == rows)
         if below and above < len(sizes):

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ledger:
-    """Seconds that were lost, all together, and their largest rise over the tokens of a window."""
+    """Plain steps whose time was lost, all together, and their largest rise over the tokens of a window, of each text."""
 
     total: float = 0.0
-    tokens: int = 0
+    tokens: float = 0.0
     # (tokens, total) before each step of the window, only those with the lowest totals so far from their place on
-    _lows: collections.deque[tuple[int, float]] = field(default_factory=collections.deque)
+    _lows: collections.deque[tuple[float, float]] = field(default_factory=collections.deque)
 
-    def add(self, gained: int, lost: float, window: int) -> None:
+    def add(self, gained: float, lost: float, window: int) -> None:
         while self._lows and self._lows[-1][1] >= self.total:
             self._lows.pop()
         self._lows.append((self.tokens, self.total))

@@ -17,6 +17,8 @@ _STALLED = 1.6  # so many times as slow as quiet: something else runs
 _WORST = 10.0  # a longer pause counts as this: it says nothing about how often there will be one
 _BETTER = 0.9  # a level is changed for at least this
 _TRIAL = 5  # decodes of a trial, after one that warms up
+_LONGEST_TRIAL = 25  # where most are of sizes that were not seen of late
+_LATELY = 96  # decodes, among which a size's times are held against a trial's
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512  # decodes between trials that lead to nothing
 
 
@@ -30,19 +32,24 @@ class ThreadCount:
         self._step = 1  # threads to give up at once, more after each attempt that did not help
         self._wait = 0
         self._next_wait = _FIRST_WAIT
-        # of a trial: threads before it, what a decode cost there, and the ratios seen since
-        self._before: tuple[int, float] | None = None
+        self._lately: collections.deque[tuple[int, float]] = collections.deque(maxlen=_LATELY)  # rows and seconds
+        # of a trial: threads before it, the mean seconds of each size there, times over those, and its decodes
+        self._before = 0
+        self._means: dict[int, float] = {}
         self._seen: list[float] = []
+        self._tried = 0
 
     def record(self, rows: int, seconds: float) -> None:
         """One finished decode of so many rows; may change `now`."""
         if self.most == 1:
             return
-        ratio = min(seconds / self._quietest(rows, seconds), _WORST)
-        if self._before is not None:
-            self._judge(*self._before, ratio)
+        quietest = self._quietest(rows, seconds)
+        if self._before:
+            self._judge(rows, seconds)
             return
-        self._ratios.append(ratio)
+        seconds = min(seconds, _WORST * quietest)
+        self._lately.append((rows, seconds))
+        self._ratios.append(seconds / quietest)
         self._wait = max(0, self._wait - 1)
         if self._wait or len(self._ratios) < _RECENT:
             return
@@ -50,9 +57,9 @@ class ThreadCount:
         explained = _STALLED * self.most / self.now  # by so many threads
         if cost > explained and sum(r > explained for r in self._ratios) > 1:
             if self.now > 1:
-                self._try(max(1, self.now - self._step), cost)
+                self._try(max(1, self.now - self._step))
         elif self.now < self.most:
-            self._try(self.now + 1, cost)
+            self._try(self.now + 1)
 
     def _quietest(self, rows: int, seconds: float) -> float:
         """Seconds of a decode of this size on a quiet machine with all threads, as far as is known."""
@@ -61,18 +68,26 @@ class ThreadCount:
             known.append(seconds)
         return max(min(known), 1e-9)
 
-    def _try(self, threads: int, cost: float) -> None:
-        self._before, self._seen = (self.now, cost), []
+    def _try(self, threads: int) -> None:
+        times: dict[int, list[float]] = {}
+        for rows, seconds in self._lately:
+            times.setdefault(rows, []).append(seconds)
+        self._means = {rows: statistics.fmean(each) for rows, each in times.items()}
+        self._before, self._seen, self._tried = self.now, [], 0
         self.now = threads
 
-    def _judge(self, before: int, cost: float, ratio: float) -> None:
-        self._seen.append(ratio)
-        if len(self._seen) <= _TRIAL:
+    def _judge(self, rows: int, seconds: float) -> None:
+        """A decode of the trial, held against those of its size: the quickest of a size may have been seen on another
+        day, with another number of texts, and says nothing about which of two numbers of threads is better now."""
+        self._tried += 1
+        if self._tried > 1 and rows in self._means:
+            self._seen.append(min(seconds / self._means[rows], _WORST))
+        if len(self._seen) < _TRIAL and self._tried < _LONGEST_TRIAL:
             return
-        found = statistics.fmean(self._seen[1:])
-        self._before = None
+        before, self._before = self._before, 0
         self._ratios.clear()
-        if found < _BETTER * cost:
+        self._lately.clear()
+        if len(self._seen) == _TRIAL and statistics.fmean(self._seen) < _BETTER:
             self._step, self._next_wait = 1, _FIRST_WAIT
         else:
             self._step = 2 * self._step if self.now < before else 1

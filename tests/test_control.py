@@ -425,3 +425,41 @@ def test_what_many_texts_lose_says_nothing_about_one() -> None:
     alone = World(cost, constant(0.7), seed=5).run(controller, 400)
     World(cost, constant(0.7), seed=6).run(controller, 100, n=16)
     assert World(cost, constant(0.7), seed=5).run(controller, 400) < 1.05 * alone
+
+
+def test_sizes_that_were_dear_beside_other_texts_are_tried_again() -> None:
+    """Few rows were seen while texts ended, on a machine that everyone wanted: so dear that no trial would verify any."""
+    quiet = {n: 1 + 0.05 * (n - 1) for n in range(1, 200)}
+    busy = {n: quiet[n] * (4.0 if 1 < n < 12 else 1.0) for n in quiet}
+    alone = World(quiet, constant(0.7), tells=0.5, seed=5).run(_warm(quiet, 0.7), 400)
+    controller = Adaptive()
+    for n in (16, 8, 4, 3):
+        World(busy, constant(0.7), tells=0.5, seed=n).run(controller, 100, n=n)
+    World(quiet, constant(0.7), tells=0.5, seed=6).run(controller, 300)
+    assert World(quiet, constant(0.7), tells=0.5, seed=5).run(controller, 400) < 1.15 * alone
+
+
+def test_a_dear_size_that_is_not_seen_for_long_is_forgotten_and_a_cheap_one_kept() -> None:
+    decode = DecodeCost()
+    for rows, seconds in ((1, 1.0), (2, 3.0), (4, 1.1)) * 5:
+        decode.record(rows, seconds)
+    for _ in range(900):
+        decode.record(1, 1.0)
+    assert decode.seconds(2) == pytest.approx(3.0, rel=0.1)
+    decode.pass_over(2000)
+    assert decode.samples(2) == 0
+    assert decode.seconds(2) < 1.2
+    assert decode.seconds(4) == pytest.approx(1.1, rel=0.05)
+
+
+def test_what_is_lost_counts_in_plain_steps_whatever_these_take() -> None:
+    """In a slow minute, or with many texts, a lost step takes more seconds, and is one step all the same."""
+    cost = {n: 1 + 0.5 * (n - 1) for n in range(1, 65)}
+    slow = {n: 5 * seconds for n, seconds in cost.items()}
+    controller = Adaptive()
+    World(cost, constant(0.0), seed=3).run(controller, 300)
+    risen = controller._ledger.rise
+    assert risen > 0.5
+    World(slow, constant(0.0), seed=4).run(controller, 200)
+    World(cost, constant(0.0), seed=5).run(controller, 40)
+    assert controller._ledger.rise < 0.021 * 256

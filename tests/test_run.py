@@ -215,3 +215,11 @@ def test_a_trace_tells_every_step(cli: Any, smollm2: Path, tmp_path: Path) -> No
     assert all(line["why"] for line in lines)
     refused = cli("run", "-m", smollm2, "-p", "x", "--trace", tmp_path / "no" / "where")
     assert (refused.rc, "--trace" in refused.stderr) == (2, True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_trace_that_can_not_be_written_does_not_end_the_text(cli: Any, smollm2: Path) -> None:
+    done = cli("run", "-m", smollm2, "-p", "Count to forty.", "-n", "20", "--temp", "0", "--json", "--trace", "/dev/full")
+    assert done.rc == 0, done.stderr
+    assert json.loads(done.stdout)["n_generated"] == 20
+    assert done.stderr.count("--trace /dev/full ends here") == 1

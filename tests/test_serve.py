@@ -134,6 +134,16 @@ def serve(cli_env: dict[str, str]) -> Iterator[Serve]:
         yield lambda model, *args, **kw: stack.enter_context(serving(cli_env, model, *args, **kw))
 
 
+def test_a_trace_tells_every_step(serve: Serve, smollm2: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    server = serve(smollm2, "-np", 2, "-c", 512, "--trace", trace)
+    answer = server.client().completions.create(model=server.model, prompt="One, two,", max_tokens=12, temperature=0)
+    assert answer.usage is not None
+    steps = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert sum(block["gained"] for step in steps for block in step["blocks"]) == answer.usage.completion_tokens
+    assert all(step["why"] for step in steps)
+
+
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SmolLM2 with its draft, six texts at once, behind a key."""

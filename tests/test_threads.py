@@ -79,6 +79,24 @@ def test_where_fewer_threads_do_not_help_it_stays_and_asks_ever_more_rarely() ->
     assert used.count(1) < 0.05 * len(used)
 
 
+def test_trials_hold_a_decode_against_others_of_its_size() -> None:
+    """What was seen only while everything was slow says nothing: decodes that look as quick as ever take threads back."""
+    machine, count = Machine(2), ThreadCount(2)
+    run(machine, count, 50)
+    machine.hogs = 1
+    run(machine, count, 100)
+    assert count.now == 1
+    for rows in (7, 9) * 12:  # with many texts: sizes that are not seen otherwise, at their slowest
+        count.record(rows, 4 * machine.seconds(1, rows))
+    machine.hogs = 0
+    used = []
+    for _ in range(1200):
+        rows = machine.random.choice([7, 9])
+        used.append(count.now)
+        count.record(rows, machine.seconds(count.now, rows))
+    assert used[-400:] == [2] * 400
+
+
 def test_one_long_pause_changes_nothing() -> None:
     count = ThreadCount(2)
     for i in range(500):

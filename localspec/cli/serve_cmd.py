@@ -13,6 +13,7 @@ from localspec.cli.console import counted
 from localspec.cli.help import Command, option
 from localspec.cli.loading import open_engine, say
 from localspec.cli.options import draft_options, model_options, sampling_options, take_models, take_sampling
+from localspec.cli.trace import traced
 from localspec.errors import UsageError
 
 
@@ -33,11 +34,13 @@ from localspec.errors import UsageError
 @option("Server", "--cors-origin", "origins", multiple=True, metavar="ORIGIN",
         help="Let pages of this origin (http://name:port) read answers. May be given several times.  [default: none]")
 @option("Server", "--alias", metavar="NAME", help="The model's id.  [default: the file's name]")
+@option("Server", "--trace", metavar="FILE", help="Write a line of JSON for each step: what was drafted, and why.")
 @option("Server", "--grace", type=click.FloatRange(0, 3600), default=10.0, show_default=True, metavar="S",
         help="Seconds that running answers get to end when the server is stopped.")
 def serve_cmd(
     host: str, port: int, parallel: int, n_queue: int, max_tokens: int | None, api_key: str | None,
-    allowed_hosts: tuple[str, ...], origins: tuple[str, ...], alias: str | None, grace: float, **options: Any,
+    allowed_hosts: tuple[str, ...], origins: tuple[str, ...], alias: str | None, trace: str | None, grace: float,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Answer OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /health, /metrics.
 
@@ -72,7 +75,8 @@ def serve_cmd(
             )
             where = f"listening on {server.url(sock)}"
             api = app.make_app(worker, served, guard.middleware(names, cross_origins))
-            code = server.run(api, worker, sock, grace, lambda: say(where))
+            with traced(loaded.engine, trace):
+                code = server.run(api, worker, sock, grace, lambda: say(where))
         finally:
             loaded.close()
     raise click.exceptions.Exit(code)

@@ -1,4 +1,5 @@
-"""``--trace FILE``: one line of JSON for each step, with what the controller decided and what came of it."""
+"""``--trace FILE``: one line of JSON for each step, with what the controller decided and what came of it. A text does not
+end because its trace can't be written."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from localspec.blocks import Outcome
+from localspec.cli.loading import say
 from localspec.engine import Engine
 from localspec.errors import UsageError
 
@@ -19,7 +21,7 @@ def traced(engine: Engine, path: str | None) -> Iterator[None]:
         yield
         return
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (the `with` below closes it)
+        file = open(path, "wb", buffering=0)  # noqa: SIM115 (the `with` below closes it)
     except OSError as error:
         raise UsageError(f"--trace {path}: {error.strerror or error}") from error
     n = 0
@@ -35,10 +37,10 @@ def traced(engine: Engine, path: str | None) -> Iterator[None]:
             for o in outcomes
         ]  # fmt: skip
         try:
-            file.write(json.dumps({"step": n, **decision, "blocks": blocks}) + "\n")
-            file.flush()
+            file.write(json.dumps({"step": n, **decision, "blocks": blocks}).encode() + b"\n")
         except OSError as error:
-            raise UsageError(f"--trace {path}: {error.strerror or error}") from error
+            engine.on_step = None
+            say(f"warning: --trace {path} ends here: {error.strerror or error}")
 
     with file:
         engine.on_step = write
