@@ -48,6 +48,9 @@ class Controller(Protocol):
 
     n_max: int
 
+    def rests(self, n: int) -> bool:
+        """Whether the next step, of n sequences, is a plain one whatever they look like: then nothing is asked."""
+
     def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
         """Tokens to draft for each sequence, 0 to n_max. `passes`: how decodes are cut on this session."""
 
@@ -70,6 +73,9 @@ class FixedBlock:
     """Always n_max tokens."""
 
     n_max: int = DEFAULT_N_MAX
+
+    def rests(self, n: int) -> bool:
+        return False
 
     def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
         return [max(0, min(self.n_max, look.room)) for look in looks]

@@ -216,17 +216,23 @@ class Adaptive:
 
     # -- before drafting -----------------------------------------------------------------------------------------------
 
+    def rests(self, n: int) -> bool:
+        if not self._rests or n != self._usual[0]:
+            return False
+        self._rests -= 1
+        self._resting = True
+        self._now.since_trial += self._waits
+        self._say([0] * n, self._last["why"])
+        return True
+
     def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
         if self._held and len(looks) == 1 and self._stands_for(looks[0]) and passes == self._passes:
             self._held -= 1
             self._since_look += 1
             return self._say(self._size.ks, "pays, as decided before")
         none = [0] * len(looks)
-        if self._rests and len(looks) == self._usual[0]:
-            self._rests -= 1
-            self._resting = True
-            self._now.since_trial += self._waits
-            return self._say(none, self._last["why"])
+        if self.rests(len(looks)):
+            return none
         self.settle()
         self._floor, self._trial, self._whole, self._passes = 0.0, False, False, passes
         if not looks or self.n_max == 0:

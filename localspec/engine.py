@@ -399,7 +399,7 @@ class Engine:
         """(a draft for each sequence, tokens proposed before any was dropped, seconds); -1 tokens where nobody was asked."""
         began = time.perf_counter()
         drafts = [Draft.empty() for _ in active]
-        if self.drafter is None:
+        if self.drafter is None or self.controller.rests(len(active)):
             return drafts, -1, 0.0
         looks = [self._look(run, len(active)) for run in active]
         ks = self.controller.choose(looks, self.session.passes)

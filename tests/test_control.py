@@ -463,3 +463,20 @@ def test_what_is_lost_counts_in_plain_steps_whatever_these_take() -> None:
     World(slow, constant(0.0), seed=4).run(controller, 200)
     World(cost, constant(0.0), seed=5).run(controller, 40)
     assert controller._ledger.rise < 0.021 * 256
+
+
+def test_a_rest_asks_nothing_and_counts_as_the_same_steps() -> None:
+    """Whether the engine asks `rests` first or `choose` alone, the decisions are the same."""
+    said = []
+    for asks in (False, True):
+        controller, steps = Adaptive(), []
+        for _ in range(1500):
+            rests = asks and controller.rests(1)
+            (k,) = [0] if rests else controller.choose([Look(0, 64)])
+            steps.append((k, rests))
+            confidence = [0.3] * controller.cut([Look(0, 64)], [[0.3] * k])[0] if k else []
+            controller.record([Outcome(0, confidence, 0, 1)], k or -1, 0.1 * k, 1 + 0.3 * len(confidence))
+        said.append([k for k, _ in steps])
+    assert said[0] == said[1]
+    assert sum(rests for _, rests in steps) > 700
+    assert sum(map(bool, said[0])) > 5

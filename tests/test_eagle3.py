@@ -276,6 +276,22 @@ def test_pauses_leave_no_gap(model: Model, head: Path) -> None:
         assert check_said(model, head, watched) > 10
 
 
+def test_a_prompt_that_came_while_nobody_drafted_is_read_when_somebody_does(model: Model, head: Path) -> None:
+    """Its rows wait, those of texts before it are dropped: what is drafted later is what the head says of the whole text."""
+    session, watched = pair(model, head)
+    with session:
+        text = write(Engine(session, watched, FixedBlock(0)), PROMPT, 70)
+        known = watched.inner._slots[0]
+        assert known.n_waiting > 60
+        write(Engine(session, watched, FixedBlock(0)), [*text[:30], 9, 8, 7], 1)
+        assert known.n_rows == len(PROMPT) - 1, "of the first prompt, which came before it was known that nobody drafts"
+        assert known.n_rows + known.n_waiting == 33, "the rows of the new text and no others"
+        watched.said.clear()
+        write(Engine(session, watched, Sometimes(2)), [*text[:25], 5, 6], 20)
+        assert check_said(model, head, watched) > 5
+        assert known.n_rows > 33
+
+
 def test_a_prompt_of_one_token_and_one_longer_than_a_batch(model: Model, head: Path) -> None:
     session, watched = pair(model, head)
     with session:

@@ -22,8 +22,11 @@ from localspec.pairing import check_pair
 from localspec.speculator import SpeculatorConfig
 from localspec.target import Rows, TargetSession, common_start
 
-#: rows that may wait; more are taken in at once
-_MOST_WAITING = 64
+#: rows of a text that may wait, at least and at most, and bytes of them between the two; more are taken in at once
+_WAITING = (64, 256)
+_WAITING_BYTES = 4 << 20
+#: rows in a row that nobody needed, after which a prompt's wait as well: beside many texts drafts may not pay for long
+_IDLE = 64
 
 
 class Known:
@@ -44,7 +47,14 @@ class Known:
         return max(0, len(self.tokens) - 1)
 
     def cut(self, n_rows: int) -> None:
-        """Forget all but the first rows."""
+        """Forget all but the first rows, those that wait among them."""
+        over = self.n_rows + self.n_waiting - n_rows
+        while over > 0 and self.waiting:
+            last = self.waiting.pop()
+            if len(last) > over:
+                self.waiting.append(last[: len(last) - over])
+            self.n_waiting -= min(over, len(last))
+            over -= len(last)
         if n_rows < self.n_rows:
             del self.tokens[n_rows + 1 :]
 
@@ -84,24 +94,35 @@ class TapDrafter(ABC, Generic[KnownT]):
         self._order = None if order == sorted(order) else np.array(order)
         self._slots = known
         self._row: F32 | None = None
+        self._unasked = 0  # commits since something was proposed
+        most = _WAITING_BYTES // (4 * len(taps) * target.model.n_embd)
+        self._most_waiting = min(max(most, _WAITING[0]), _WAITING[1])
 
     # -- following the text --------------------------------------------------------------------------------------------
 
     def keep(self, seq: Sequence) -> int:
+        # Of rows that wait, those of the text that both have in common; what only the text before had is never read.
         known = self._slots[seq.slot]
-        self._take_waiting(known)
-        common = common_start(known.tokens, seq.tokens)
+        tokens = known.tokens if known.of is None else known.of.tokens[: known.n_rows + known.n_waiting + 1]
+        common = common_start(tokens, seq.tokens)
         known.cut(max(0, min(common - self.behind, len(seq.tokens) - 1 - self.behind)))
-        return known.n_rows
+        if known.of is not None:
+            known.of = seq
+        return known.n_rows + known.n_waiting
 
     def read(self, seq: Sequence, first: int, taps: F32) -> None:
         known = self._slots[seq.slot]
-        self._take_waiting(known)
-        self._add(known, seq, first, taps)
+        known.cut(first)
+        if self._unasked < _IDLE or len(taps) >= self._most_waiting:
+            self._take_waiting(known)
+            self._add(known, seq, first, taps)
+        else:
+            self._keep_waiting(known, seq, taps)
 
     def begin(self, seq: Sequence) -> None:
         known = self._slots[seq.slot]
-        self._take_waiting(known)
+        if self._unasked < _IDLE:
+            self._take_waiting(known)
         known.cut(len(seq.tokens) - 1)
         # Where rows that were kept are all there are, nothing was read, and the token behind them may be another one.
         known.tokens[known.n_rows :] = seq.tokens[known.n_rows : known.n_rows + 1]
@@ -111,11 +132,14 @@ class TapDrafter(ABC, Generic[KnownT]):
             raise LocalspecError(f"a draft of the kind {self.name} needs a session that reads its taps")
         # While nothing is drafted, which the controller may decide for long, rows are kept as they are: many at once cost
         # less than one by one, and plain decoding pays nothing for a draft that it does not use.
-        known = self._slots[seq.slot]
+        self._unasked += 1
+        self._keep_waiting(self._slots[seq.slot], seq, rows.taps)
+
+    def _keep_waiting(self, known: KnownT, seq: Sequence, taps: F32) -> None:
         known.of = seq
-        known.waiting.append(rows.taps.copy())
-        known.n_waiting += len(rows.taps)
-        if known.n_waiting >= _MOST_WAITING:
+        known.waiting.append(taps.copy())
+        known.n_waiting += len(taps)
+        if known.n_waiting >= self._most_waiting:
             self._take_waiting(known)
 
     def _take_waiting(self, known: KnownT) -> None:
@@ -126,9 +150,7 @@ class TapDrafter(ABC, Generic[KnownT]):
         self._add(known, known.of, known.n_rows, taps)
 
     def rewind(self, seq: Sequence, n_keep: int) -> None:
-        known = self._slots[seq.slot]
-        self._take_waiting(known)
-        known.cut(max(0, n_keep - 1))
+        self._slots[seq.slot].cut(max(0, n_keep - 1))
 
     def _add(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:
         """Rows `first` ... of the target, each followed by its token in `seq.tokens`."""
@@ -146,6 +168,7 @@ class TapDrafter(ABC, Generic[KnownT]):
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def propose(self, seqs: Seq[Sequence], ks: Seq[int]) -> list[Draft]:
+        self._unasked = 0
         for seq in seqs:
             self._take_waiting(self._slots[seq.slot])
         drafts = [Draft.empty() for _ in seqs]
