@@ -28,7 +28,8 @@ _STYLE = (
     "font-size:13px}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "th,td{padding:.25rem .55rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}"
-    "th{background:var(--soft)}th:first-child,td:first-child,.facts td,.facts th{text-align:left}"
+    "th{background:var(--soft);white-space:normal;vertical-align:bottom}"
+    "th:first-child,td:first-child,.facts td,.facts th{text-align:left}"
     ".facts td{white-space:normal;overflow-wrap:anywhere}tr.first td{border-top:2px solid var(--axis)}"
 )
 
