@@ -15,7 +15,8 @@ _RECENT = 8  # decodes whose mean stands for now
 _REMEMBERED = 256 # decodes among which the quickest of a size stands for a quiet machine
 _STALLED = 1.6  # so many times as slow as quiet: something else runs
 _WORST = 10.0  # a longer pause counts as this: it says nothing about how often there will be one
-_BETTER = 0.9  # a level is changed for at least this
+_BETTER = 0.9  # a thread is given up for at least this
+_AS_GOOD = 0.98  # and taken back for this: a quiet machine should be used
 _TRIAL = 5  # decodes of a trial, after one that warms up
 _LONGEST_TRIAL = 25  # where most are of sizes that were not seen of late
 _LATELY = 96  # decodes, among which a size's times are held against a trial's
@@ -87,7 +88,8 @@ class ThreadCount:
         before, self._before = self._before, 0
         self._ratios.clear()
         self._lately.clear()
-        if len(self._seen) == _TRIAL and statistics.fmean(self._seen) < _BETTER:
+        wanted = _BETTER if self.now < before else _AS_GOOD
+        if len(self._seen) == _TRIAL and statistics.fmean(self._seen) < wanted:
             self._step, self._next_wait = 1, _FIRST_WAIT
         else:
             self._step = 2 * self._step if self.now < before else 1
