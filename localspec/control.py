@@ -118,7 +118,7 @@ class Adaptive:
         self._steps = 0
         self._standings: dict[int, _Standing] = {}
         self._now = self._standing(1)
-        self._anew = (0, 0, 0)  # texts (within a factor of two), steps with so many, and passes before these
+        self._anew = (self._now, 0, 0)  # the standing of the last steps, how many those are, and passes before them
         self._ledger = Ledger()
         self._plain_seen = 0
         self._since_plain = 0  # tokens of a sequence
@@ -530,14 +530,15 @@ class Adaptive:
 
     def _doubt(self, n: int) -> None:
         """Where another number of texts is written than before: sizes seen with those may cost something else now."""
-        size, steps, passes = self._anew
-        if n.bit_length() != size:
-            self._anew = (n.bit_length(), 1, self.decode.passes)
+        last, steps, passes = self._anew
+        standing = self._standing(n)
+        if standing is not last:
+            self._anew = (standing, 1, self.decode.passes)
             return
         if steps == _ANEW:
             self.decode.doubt(passes, cheap=True)
         if steps <= _ANEW:
-            self._anew = (size, steps + 1, passes)
+            self._anew = (standing, steps + 1, passes)
 
     def _like_usual(self, rest: float) -> bool:
         return 1 / _USUAL < rest / self._usual[1] < _USUAL
