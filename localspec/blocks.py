@@ -48,6 +48,10 @@ class Controller(Protocol):
 
     n_max: int
 
+    @property
+    def asleep(self) -> bool:
+        """Whether nothing has paid for long and nothing is drafted soon: what drafts are made from need not be read."""
+
     def rests(self, n: int) -> bool:
         """Whether the next step, of n sequences, is a plain one whatever they look like: then nothing is asked."""
 
@@ -73,6 +77,7 @@ class FixedBlock:
     """Always n_max tokens."""
 
     n_max: int = DEFAULT_N_MAX
+    asleep: bool = False
 
     def rests(self, n: int) -> bool:
         return False

@@ -60,6 +60,8 @@ _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one 
 _SETTLED = 2  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
 _GAP_MANY = 4  # times that, with so many texts or more: a trial tells of each
+_ASLEEP = 32  # a gap from which on drafts are not held ready,
+_AWAKE = 16  # but for so many steps before the next trial
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
 _DOUBT = 0.05  # of a plain step: what chance explains
@@ -162,6 +164,12 @@ class Adaptive:
     @advantage.setter
     def advantage(self, value: float) -> None:
         self._now.advantage = value
+
+    @property
+    def asleep(self) -> bool:
+        now = self._now
+        waits = now.gap >= _ASLEEP and now.gap - now.since_trial > _AWAKE and not self._trial
+        return waits and self.judged and now.advantage <= -_DOUBT
 
     def _standing(self, n: int) -> _Standing:
         return self._standings.setdefault(n.bit_length(), _Standing())

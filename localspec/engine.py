@@ -154,6 +154,7 @@ class _Running:
     stats: Stats
     constraint: Constraint | None = None
     ready: bool = False  # its prompt is computed
+    skips: bool = False  # which is not read for the draft
 
 
 class Engine:
@@ -221,14 +222,19 @@ class Engine:
         began = time.perf_counter()
         seq = Sequence(slot, request.key, request.sampling, list(request.prompt), len(request.prompt))
         keep = common_start(self.session.tokens[slot], seq.tokens[:-1])
+        # Beside texts for which nothing pays, a prompt is not read for a draft.
+        skips = len(self._running) > 0 and self._asleep()
         if isinstance(self.drafter, TapReader):
-            keep = min(keep, self.drafter.keep(seq))
+            if skips:
+                self.drafter.skip(seq)
+            else:
+                keep = min(keep, self.drafter.keep(seq))
         self.session.rollback(slot, keep)
         stats.t_prompt = time.perf_counter() - began
         n_left = request.max_tokens if request.max_tokens is not None else self.session.n_ctx
         text = TextStream(self.session.model.tokenizer, request.stop)
         constraint = None if request.grammar is None else request.grammar.begin()
-        self._running[slot] = _Running(seq, request, text, n_left, stats, constraint)
+        self._running[slot] = _Running(seq, request, text, n_left, stats, constraint, skips=skips)
         return slot
 
     def read(self, slot: int, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> int:
@@ -244,7 +250,7 @@ class Engine:
         held, whole = len(self.session.tokens[slot]), len(seq.tokens) - 1
         end = whole if most is None else min(whole, held + most)
         tapped = None
-        if isinstance(drafter, TapReader):
+        if isinstance(drafter, TapReader) and not run.skips:
             reader = drafter
             tapped = lambda first, taps: reader.read(seq, first, taps)  # noqa: E731
         n = self.session.prefill(slot, seq.tokens[:end], stopped, tapped)
@@ -314,6 +320,7 @@ class Engine:
             if step is not None:
                 return [*steps, step]
         drafts, proposed, t_draft = self._draft(active)
+        self.session.reads_taps = not self._asleep()
         t1 = time.perf_counter()
         heads = [run.seq.tokens[-1 - n :] for run, n in zip(active, again)]
         rows = self.session.decode(
@@ -343,6 +350,10 @@ class Engine:
         if self.on_step is not None:
             self.on_step(outcomes, self.controller.trace())
         return steps
+
+    def _asleep(self) -> bool:
+        """Whether the draft can do without hidden states, and nobody is about to ask it."""
+        return self.controller.asleep and getattr(self.drafter, "may_skip", False)
 
     def _catch_up(self, run: _Running, n_active: int) -> int:
         """How many tokens before the pending one have to be read again with this step's block: what was kept from a side

@@ -70,6 +70,8 @@ class Taps:
         self._pieces: dict[int, list[F32]] = {tap: [] for tap in self._by_name.values()}
         self._callback: Any = None
         self._handle: Any = None
+        #: whether the decodes to come are read; where they are not, the callback lets the graph run in one piece
+        self.on = True
 
     @property
     def needs_every_row(self) -> bool:
@@ -79,7 +81,7 @@ class Taps:
     def prepare(self, params: Any) -> None:
         """Put the callback, where one is needed, into a context's parameters."""
         if self._by_name:
-            self._callback = native.eval_callback(self._by_name.__contains__, self._take)
+            self._callback = native.eval_callback(lambda name: self.on and name in self._by_name, self._take)
             params.cb_eval = self._callback
 
     def attach(self, handle: Any) -> None:

@@ -116,6 +116,8 @@ class TargetSession:
         params.swa_full = False
         params.n_rs_seq = n_rollback
         self.taps = Taps(model, settings.taps, settings.n_batch) if settings.taps else None
+        #: whether `decode` reads the taps; without, its rows have none
+        self.reads_taps = True
         if self.taps is not None:
             self.taps.prepare(params)
         native.clear_log()
@@ -198,8 +200,11 @@ class TargetSession:
         self._run(n)
         for seq, tokens in blocks:
             self.tokens[seq].extend(int(t) for t in tokens)
-        taps = None if self.taps is None else self.taps.read([(seq, len(tokens)) for seq, tokens in blocks])
+        taps = self._read_taps([(seq, len(tokens)) for seq, tokens in blocks])
         return Rows(native.logits(self.handle, n, self.model.n_vocab), taps)
+
+    def _read_taps(self, blocks: Sequence[tuple[int, int]]) -> np.ndarray | None:
+        return None if self.taps is None or not self.reads_taps else self.taps.read(blocks)
 
     @property
     def n_branches(self) -> int:
@@ -246,7 +251,7 @@ class TargetSession:
             for branch in ids[1:]:
                 self._remove(branch, 0)
         self.tokens[seq].extend(int(tokens[i]) for i in lines[0])
-        taps = None if self.taps is None else self.taps.read([(seq, n)])
+        taps = self._read_taps([(seq, n)])
         return Rows(native.logits(self.handle, n, self.model.n_vocab), taps)
 
     def fork(self, seq: int, branch: int) -> None:
@@ -289,7 +294,8 @@ class TargetSession:
             self.tokens[seq].extend(tokens)
             if rows > len(tokens):
                 self._remove(seq, len(self.tokens[seq]))
-        taps = None if self.taps is None else self.taps.read(padded)[wanted]
+        taps = self._read_taps(padded)
+        taps = None if taps is None else taps[wanted]
         return Rows(native.logits(self.handle, int(wanted.sum()), self.model.n_vocab), taps)
 
     def prefill(
@@ -315,7 +321,7 @@ class TargetSession:
             n = self._fill([(seq, piece)])
             self._keep_states([(seq, piece)], False)
             self._want[:n] = self.taps is not None and self.taps.needs_every_row
-            self._run(n)
+            self._run(n, tapped is not None)
             self.tokens[seq].extend(piece)
             if tapped is not None and self.taps is not None:
                 tapped(start, self.taps.read([(seq, n)]))
@@ -361,10 +367,12 @@ class TargetSession:
         self._batch.n_tokens = at
         return at
 
-    def _run(self, n: int) -> None:
+    def _run(self, n: int, reads: bool | None = None) -> None:
+        """`reads`: whether the taps of this decode are; None: as `reads_taps` says."""
         native.clear_log()
         if self.taps is not None:
             self.taps.clear()
+            self.taps.on = self.reads_taps if reads is None else reads
         count = self._thread_count
         if count is None or n > _FEW_ROWS:
             status = native.lib().llama_decode(self.handle, self._batch)

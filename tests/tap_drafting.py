@@ -25,6 +25,7 @@ class Watched:
         self.said: list[tuple[list[int], list[int]]] = []
         self.begin, self.commit, self.rewind = inner.begin, inner.commit, inner.rewind
         self.keep, self.read, self.close = inner.keep, inner.read, inner.close
+        self.skip, self.may_skip = inner.skip, inner.may_skip
 
     def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
         drafts: list[Draft] = self.inner.propose(seqs, ks)
@@ -47,6 +48,19 @@ class Sometimes(FixedBlock):
     def choose(self, looks: Any, passes: Any = one_pass) -> list[int]:
         self.step += 1
         return super().choose(looks) if self.step % self.every == 0 else [0] * len(looks)
+
+
+class Asleep(FixedBlock):
+    """Asleep for some steps, awake for some that draft nothing, then drafts in each."""
+
+    def __init__(self, asleep: int, awake: int = 0):
+        super().__init__()
+        self._asleep, self._awake, self.step, self.asleep = asleep, awake, 0, True
+
+    def choose(self, looks: Any, passes: Any = one_pass) -> list[int]:
+        self.step += 1
+        self.asleep = self.step <= self._asleep
+        return super().choose(looks) if self.step > self._asleep + self._awake else [0] * len(looks)
 
 
 def opened(

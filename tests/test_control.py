@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -480,3 +480,41 @@ def test_a_rest_asks_nothing_and_counts_as_the_same_steps() -> None:
     assert said[0] == said[1]
     assert sum(rests for _, rests in steps) > 700
     assert sum(map(bool, said[0])) > 5
+
+
+class Watched(Adaptive):
+    """Writes down whether it slept in each step, and whether it drafted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept: list[bool] = []
+        self.drafted: list[bool] = []
+
+    def choose(self, looks: Sequence[Look], passes: Passes = one_pass) -> list[int]:
+        ks = super().choose(looks, passes)
+        self.slept.append(self.asleep)
+        self.drafted.append(any(ks))
+        return ks
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_where_nothing_pays_for_long_it_sleeps_and_wakes_before_it_tries_again(n: int) -> None:
+    controller = Watched()
+    machine = World(FLAT, constant(0.02))
+    machine.run(controller, 4000, n)
+    late = controller.slept[1500:]
+    assert sum(late) > 0.6 * len(late)
+    tries = [i for i, drafted in enumerate(controller.drafted) if drafted and i > 1500]
+    assert len(tries) > 5
+    for i in tries:
+        assert not any(controller.slept[i - 16 : i + 1])
+    assert any(controller.slept[i - 17] for i in tries)
+
+
+def test_where_drafts_pay_it_does_not_sleep() -> None:
+    controller = Watched()
+    World(FLAT, lambda j, at: 0.02 if 1000 < at < 4000 else 0.8).run(controller, 9000)
+    changes = [i for i, (a, b) in enumerate(zip(controller.slept, controller.slept[1:])) if a != b]
+    assert changes, "it sleeps in the middle"
+    assert not any(controller.slept[:300])
+    assert not any(controller.slept[-500:])

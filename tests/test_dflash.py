@@ -24,7 +24,7 @@ from tests.conftest import Cli
 from tests.dflash_maker import dflash_draft
 from tests.gguf_maker import edit, requantize, tiny_llama
 from tests.llama_head import LlamaBlocks
-from tests.tap_drafting import GREEDY, Sometimes, Watched, opened, write
+from tests.tap_drafting import GREEDY, Asleep, Sometimes, Watched, opened, write
 
 MASK = 5
 
@@ -237,8 +237,9 @@ def pair(
     return session, Watched(drafter, lambda seq, k: min(k, drafter.net.n_most))
 
 
-def check_said(model: Model, draft: Path, watched: Watched, every: int = 1) -> int:
-    """Each draft is what the network says about its text, whatever was drafted, refused and rolled back before."""
+def check_said(model: Model, draft: Path, watched: Watched, every: int = 1, base: int = 0) -> int:
+    """Each draft is what the network says about its text from row `base` on, whatever was drafted, refused and rolled
+    back before."""
     reference = BlockReference(draft, model.path)
     wanted = [int(i) for i in np.atleast_1d(reference.file.arch("target_layers"))]
     ascending = tuple(sorted(wanted))
@@ -252,8 +253,8 @@ def check_said(model: Model, draft: Path, watched: Watched, every: int = 1) -> i
             with TargetSession(model, SessionSettings(n_ctx=256, taps=ascending)) as session:
                 given = session.decode([(0, tokens[:-1])]).taps
                 assert given is not None
-                rows = given[:, order]
-        logits, _, _ = reference.draft(rows.reshape(len(tokens) - 1, -1), tokens[-1], len(drafted), drafted)
+                rows = given[base:, order]
+        logits, _, _ = reference.draft(rows.reshape(len(tokens) - 1 - base, -1), tokens[-1], len(drafted), drafted)
         for token, row in zip(drafted, logits):
             mine = np.flatnonzero(reference.ids == token)[0]
             assert row[mine] > row.max() - 0.01  # a tie within the arithmetic may go either way
@@ -286,6 +287,18 @@ def test_drafts_what_the_network_says(model: Model, draft: Path, k: int) -> None
         text = write(Engine(session, watched, FixedBlock(k)), PROMPT, 30)
         assert text == write(Engine(session), PROMPT, 30)
         assert check_said(model, draft, watched, every=3) > 8
+
+
+def test_while_nothing_pays_for_long_nothing_is_read_and_a_draft_begins_behind_it(model: Model, draft: Path) -> None:
+    session, watched = pair(model, draft)
+    with session:
+        base = len(PROMPT) - 1 + 12
+        plain = write(Engine(session), PROMPT, 40)
+        assert write(Engine(session, watched, Asleep(12, 5)), PROMPT, 40) == plain
+        assert (watched.inner._slots[0].base, check_said(model, draft, watched, every=2, base=base) > 5) == (base, True)
+        watched.said.clear()
+        write(Engine(session, watched, FixedBlock(3)), [*plain[:30], 5, 6], 12)
+        assert check_said(model, draft, watched, every=2, base=base) > 5
 
 
 def test_pauses_a_prompt_of_one_token_and_a_long_one(model: Model, draft: Path) -> None:

@@ -23,7 +23,7 @@ from localspec.target import SessionSettings, TargetSession
 from tests.gguf_maker import eagle3_head, edit, requantize, tiny_llama
 from tests.head_reference import HeadReference
 from tests.llama_head import LlamaHead
-from tests.tap_drafting import GREEDY, Sometimes, Watched, opened, write
+from tests.tap_drafting import GREEDY, Asleep, Sometimes, Watched, opened, write
 
 TAPS = (1, 2, 3)
 
@@ -225,23 +225,26 @@ def pair(model: Model, head: Path, n_sequences: int = 1, rule: str = "match") ->
 
 
 def drafted_from_nothing(
-    model: Model, head: Path, tokens: list[int], k: int, read: tuple[int, ...] = TAPS
+    model: Model, head: Path, tokens: list[int], k: int, read: tuple[int, ...] = TAPS, base: int = 0
 ) -> list[np.ndarray]:
-    """Logits over the draft's vocabulary for k tokens after `tokens`, from states that a fresh session gives."""
+    """Logits over the draft's vocabulary for k tokens after `tokens`, from states from row `base` on that a fresh session
+    gives."""
     with TargetSession(model, SessionSettings(n_ctx=256, taps=read)) as session:
         rows = session.decode([(0, tokens[:-1])]).taps
         assert rows is not None
-        return HeadReference(head, model.path).chain(tokens, rows.reshape(len(rows), -1), k)
+        return HeadReference(head, model.path).chain(tokens[base:], rows.reshape(len(rows), -1)[base:], k)
 
 
-def check_said(model: Model, head: Path, watched: Watched, every: int = 1, read: tuple[int, ...] = TAPS) -> int:
-    """Each draft is what the head says about its text, whatever was drafted, refused and rolled back before."""
+def check_said(
+    model: Model, head: Path, watched: Watched, every: int = 1, read: tuple[int, ...] = TAPS, base: int = 0
+) -> int:
+    """Each draft is what the head says about its text from row `base` on, whatever was drafted, refused and rolled back."""
     ids = HeadReference(head, model.path).ids
     n_tokens = 0
     for tokens, drafted in watched.said[::every]:
         if len(tokens) == 1 or not drafted:
             continue
-        for token, logits in zip(drafted, drafted_from_nothing(model, head, tokens, len(drafted), read)):
+        for token, logits in zip(drafted, drafted_from_nothing(model, head, tokens, len(drafted), read, base)):
             best = logits.argmax()
             mine = np.flatnonzero(ids == token)[0]
             assert logits[mine] > logits[best] - 0.01  # a tie within the arithmetic may go either way
@@ -290,6 +293,51 @@ def test_a_prompt_that_came_while_nobody_drafted_is_read_when_somebody_does(mode
         write(Engine(session, watched, Sometimes(2)), [*text[:25], 5, 6], 20)
         assert check_said(model, head, watched) > 5
         assert known.n_rows > 33
+
+
+def test_while_nothing_pays_for_long_nothing_is_read_and_a_draft_begins_behind_it(model: Model, head: Path) -> None:
+    session, watched = pair(model, head)
+    with session:
+        plain = write(Engine(session), PROMPT, 60)
+        assert write(Engine(session, watched, Asleep(20, 5)), PROMPT, 60) == plain
+        assert check_said(model, head, watched, base=len(PROMPT) - 1 + 20) > 10
+        known = watched.inner._slots[0]
+        assert known.base == len(PROMPT) - 1 + 20
+
+        # What is known of a text is kept for a next one that goes on behind it, and is of no use for one that parts before.
+        watched.said.clear()
+        engine = Engine(session, watched, FixedBlock(3))
+        write(engine, [*plain[:50], 5, 6], 12)
+        assert known.base == len(PROMPT) - 1 + 20
+        assert check_said(model, head, watched, base=known.base) > 3
+        watched.said.clear()
+        write(engine, [*plain[:20], 5, 6], 12)
+        assert known.base == 20, "as far as the target's cache reached"
+        assert check_said(model, head, watched, base=20) > 3
+        watched.said.clear()
+        write(engine, [4, 4, 4, 4], 12)
+        assert known.base == 0
+        assert check_said(model, head, watched) > 3
+
+
+def test_a_prompt_beside_texts_for_which_nothing_pays_is_not_read(model: Model, head: Path) -> None:
+    session, watched = pair(model, head, n_sequences=2)
+    with session:
+        controller = Asleep(10, 2)
+        engine = Engine(session, watched, controller)
+        engine.start(Request(PROMPT, GREEDY, 60), 0)
+        for _ in range(5):
+            engine.step()
+        prompt = [50 + i for i in range(30)]
+        engine.start(Request(prompt, GREEDY, 60), 1)
+        known = watched.inner._slots
+        assert (known[1].base, known[1].n_waiting) == (29, 0)
+        while controller.step < 30:
+            engine.step()
+        for slot, base in ((0, len(PROMPT) - 1 + 10), (1, 29 + 5)):
+            mine = Watched(watched.inner, watched.length)
+            mine.said = [(tokens, said) for tokens, said in watched.said if (tokens[:30] == prompt) == (slot == 1)]
+            assert (known[slot].base, check_said(model, head, mine, base=base) > 10) == (base, True)
 
 
 def test_a_prompt_of_one_token_and_one_longer_than_a_batch(model: Model, head: Path) -> None:

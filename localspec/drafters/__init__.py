@@ -76,7 +76,10 @@ class TreeDrafter(Protocol):
 
 @runtime_checkable
 class TapReader(Protocol):
-    """A drafter that reads the target's hidden states: those of the prompt through this, later ones from `commit`'s rows."""
+    """A drafter that reads the target's hidden states: those of the prompt through this, later ones from `commit`'s rows.
+    Where it `may_skip`, some are not read: of a prompt as `skip` says, and of `commit`'s rows that have none."""
+
+    may_skip: bool
 
     def keep(self, seq: Sequence) -> int:
         """How many tokens of the prompt `seq.tokens` the target may take from its cache; asked before the prompt is
@@ -84,6 +87,9 @@ class TapReader(Protocol):
 
     def read(self, seq: Sequence, first: int, taps: np.ndarray) -> None:
         """States f32[n, T, H] of seq.tokens[first : first + n], piece by piece, in order; valid until it returns."""
+
+    def skip(self, seq: Sequence) -> None:
+        """No states before the pending token's will be read: a draft has to do without them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,13 +112,16 @@ class _ReadsTaps(NgramFirst):
 
     def __init__(self, other: Drafter, reader: TapReader, p_min: float):
         super().__init__(other, p_min)
-        self._reader = reader
+        self._reader, self.may_skip = reader, reader.may_skip
 
     def keep(self, seq: Sequence) -> int:
         return self._reader.keep(seq)
 
     def read(self, seq: Sequence, first: int, taps: np.ndarray) -> None:
         self._reader.read(seq, first, taps)
+
+    def skip(self, seq: Sequence) -> None:
+        self._reader.skip(seq)
 
 
 def ngram_first(other: Drafter, p_min: float = 0.0) -> NgramFirst:

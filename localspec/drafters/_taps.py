@@ -30,12 +30,16 @@ _IDLE = 64
 
 
 class Known:
-    """What was read of the text in one slot: `tokens` are those of its rows and the one behind the last of them. `waiting`:
-    rows after those f32[n, T, H], piece by piece, of the text `of`, which nobody has needed yet."""
+    """What was read of the text in one slot, from its row `base` on: `tokens` are those of its rows and the one behind the
+    last of them. `waiting`: rows after those f32[n, T, H], piece by piece, of the text `of`, which nobody has needed yet.
 
-    __slots__ = ("n_waiting", "of", "tokens", "waiting")
+    A draft knows nothing of rows before `base`. They stand nowhere in its cache, where row `base` has the first place: its
+    attention goes by how far two rows are apart, so a text may as well begin there."""
+
+    __slots__ = ("base", "n_waiting", "of", "tokens", "waiting")
 
     def __init__(self) -> None:
+        self.base = 0
         self.tokens: list[int] = []
         self.of: Sequence | None = None
         self.waiting: list[F32] = []
@@ -43,8 +47,17 @@ class Known:
 
     @property
     def n_rows(self) -> int:
-        """Rows of the target, from the first on, that have been read."""
-        return max(0, len(self.tokens) - 1)
+        """The row of the target that is to be read next."""
+        return self.base + max(0, len(self.tokens) - 1)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the text up to the one behind the last row."""
+        return self.base + len(self.tokens)
+
+    def begin_at(self, seq: Sequence, row: int) -> None:
+        """Forget everything: of this text, this row is to be read next."""
+        self.base, self.of, self.tokens, self.waiting, self.n_waiting = row, seq, [], [], 0
 
     def cut(self, n_rows: int) -> None:
         """Forget all but the first rows, those that wait among them."""
@@ -56,7 +69,7 @@ class Known:
             self.n_waiting -= min(over, len(last))
             over -= len(last)
         if n_rows < self.n_rows:
-            del self.tokens[n_rows + 1 :]
+            del self.tokens[max(0, n_rows + 1 - self.base) :]
 
 
 KnownT = TypeVar("KnownT", bound=Known)
@@ -78,6 +91,7 @@ class TapDrafter(ABC, Generic[KnownT]):
     reads them; None where that is the same."""
 
     name: str
+    may_skip = True
     #: tokens behind a row that it depends on, 0 or 1
     behind: int
 
@@ -105,7 +119,12 @@ class TapDrafter(ABC, Generic[KnownT]):
         known = self._slots[seq.slot]
         tokens = known.tokens if known.of is None else known.of.tokens[: known.n_rows + known.n_waiting + 1]
         common = common_start(tokens, seq.tokens)
-        known.cut(max(0, min(common - self.behind, len(seq.tokens) - 1 - self.behind)))
+        kept = max(0, min(common - self.behind, len(seq.tokens) - 1 - self.behind))
+        if known.base and kept <= known.base:
+            # Nothing is known of what both have in common, and nothing will be: the draft begins where the target does.
+            known.begin_at(seq, 0)
+            return len(seq.tokens) - 1
+        known.cut(kept)
         if known.of is not None:
             known.of = seq
         return known.n_rows + known.n_waiting
@@ -113,23 +132,31 @@ class TapDrafter(ABC, Generic[KnownT]):
     def read(self, seq: Sequence, first: int, taps: F32) -> None:
         known = self._slots[seq.slot]
         known.cut(first)
+        if known.n_rows + known.n_waiting != first:
+            known.begin_at(seq, first)
         if self._unasked < _IDLE or len(taps) >= self._most_waiting:
             self._take_waiting(known)
             self._add(known, seq, first, taps)
         else:
             self._keep_waiting(known, seq, taps)
 
+    def skip(self, seq: Sequence) -> None:
+        self._slots[seq.slot].begin_at(seq, len(seq.tokens) - 1)
+
     def begin(self, seq: Sequence) -> None:
         known = self._slots[seq.slot]
         if self._unasked < _IDLE:
             self._take_waiting(known)
         known.cut(len(seq.tokens) - 1)
+        if known.n_rows + known.n_waiting != len(seq.tokens) - 1:
+            self.skip(seq)
         # Where rows that were kept are all there are, nothing was read, and the token behind them may be another one.
-        known.tokens[known.n_rows :] = seq.tokens[known.n_rows : known.n_rows + 1]
+        known.tokens[known.n_rows - known.base :] = seq.tokens[known.n_rows : known.n_rows + 1]
 
     def commit(self, seq: Sequence, rows: Rows) -> None:
         if rows.taps is None:
-            raise LocalspecError(f"a draft of the kind {self.name} needs a session that reads its taps")
+            self.skip(seq)
+            return
         # While nothing is drafted, which the controller may decide for long, rows are kept as they are: many at once cost
         # less than one by one, and plain decoding pays nothing for a draft that it does not use.
         self._unasked += 1
@@ -150,7 +177,10 @@ class TapDrafter(ABC, Generic[KnownT]):
         self._add(known, known.of, known.n_rows, taps)
 
     def rewind(self, seq: Sequence, n_keep: int) -> None:
-        self._slots[seq.slot].cut(max(0, n_keep - 1))
+        known, n_rows = self._slots[seq.slot], max(0, n_keep - 1)
+        if n_rows < known.base:
+            known.begin_at(seq, n_rows)
+        known.cut(n_rows)
 
     def _add(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:
         """Rows `first` ... of the target, each followed by its token in `seq.tokens`."""
@@ -159,7 +189,7 @@ class TapDrafter(ABC, Generic[KnownT]):
         if first != known.n_rows or first + n >= len(seq.tokens):
             raise LocalspecError(f"rows {first} to {first + n} of {len(seq.tokens)} tokens; {known.n_rows} were read so far")
         self._take(known, seq, first, taps if self._order is None else taps[:, self._order])
-        known.tokens[first:] = seq.tokens[first : first + n + 1]
+        known.tokens[first - known.base :] = seq.tokens[first : first + n + 1]
 
     @abstractmethod
     def _take(self, known: KnownT, seq: Sequence, first: int, taps: F32) -> None:

@@ -57,18 +57,18 @@ class DFlashDrafter(TapDrafter[Known]):
         self.net = net
 
     def _take(self, known: Known, seq: Sequence, first: int, taps: F32) -> None:
-        self.net.inject(seq.slot, first, taps)
+        self.net.inject(seq.slot, first - known.base, taps)
 
     def _most(self, k: int) -> int:
         return min(k, self.net.n_most)
 
     def _is_ready(self, seq: Sequence) -> bool:
-        return len(self._slots[seq.slot].tokens) == len(seq.tokens)
+        return self._slots[seq.slot].n_tokens == len(seq.tokens)
 
-    @staticmethod
-    def _anchors(seqs: list[Sequence]) -> tuple[I32, I32, I32]:
-        """Slot, position and token of the pending tokens."""
-        slots, positions = [seq.slot for seq in seqs], [len(seq.tokens) - 1 for seq in seqs]
+    def _anchors(self, seqs: list[Sequence]) -> tuple[I32, I32, I32]:
+        """Slot, place in the cache and token of the pending tokens."""
+        slots = [seq.slot for seq in seqs]
+        positions = [len(self._slots[slot].tokens) - 1 for slot in slots]
         tokens = [seq.tokens[-1] for seq in seqs]
         return np.array(slots, np.int32), np.array(positions, np.int32), np.array(tokens, np.int32)
 

@@ -39,6 +39,10 @@ class _Pairs(Known):
             self.state = None
         super().cut(n_rows)
 
+    def begin_at(self, seq: Sequence, row: int) -> None:
+        self.state = None
+        super().begin_at(seq, row)
+
 
 class _Chain:
     """Drafts token by token: the layer's own output is the next pair's state."""
@@ -66,24 +70,24 @@ class Eagle3Drafter(TapDrafter[_Pairs]):
         self.net = net
 
     def _take(self, known: _Pairs, seq: Sequence, first: int, taps: F32) -> None:
-        n, slot = len(taps), seq.slot
+        n, slot, place = len(taps), seq.slot, first - known.base
         g = self.net.fuse(taps)
         if known.state is not None and not known.placed:
-            self.net.extend(slot, first - 1, seq.tokens[first : first + 1], known.state)
+            self.net.extend(slot, place - 1, seq.tokens[first : first + 1], known.state)
         if n > 1:
-            self.net.extend(slot, first, seq.tokens[first + 1 : first + n], g[:-1])
+            self.net.extend(slot, place, seq.tokens[first + 1 : first + n], g[:-1])
         known.state, known.placed = g[-1:], False
 
     def _is_ready(self, seq: Sequence) -> bool:
         known = self._slots[seq.slot]
-        return known.state is not None and len(known.tokens) == len(seq.tokens)
+        return known.state is not None and known.n_tokens == len(seq.tokens)
 
     def _pairs(self, seqs: list[Sequence]) -> tuple[I32, I32, I32, F32]:
-        """Slot, position, token and state of the last pair of some sequences."""
+        """Slot, place in the cache, token and state of the last pair of some sequences."""
         slots = np.array([seq.slot for seq in seqs], np.int32)
-        positions = np.array([len(seq.tokens) - 2 for seq in seqs], np.int32)
-        tokens = np.array([seq.tokens[-1] for seq in seqs], np.int32)
         known = [self._slots[slot] for slot in slots]
+        positions = np.array([len(k.tokens) - 2 for k in known], np.int32)
+        tokens = np.array([seq.tokens[-1] for seq in seqs], np.int32)
         states = [k.state for k in known]
         for k in known:
             k.placed = True

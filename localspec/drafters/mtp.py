@@ -43,6 +43,7 @@ class MtpDrafter:
     """Drafts with an assistant, which shares the target's cache. `model`: its own, closed with the drafter."""
 
     name = "mtp"
+    may_skip = True  # all but the last state
 
     def __init__(self, context: MtpContext, target: TargetSession, settings: DrafterSettings, model: Model | None):
         self.context, self.model = context, model
@@ -60,13 +61,17 @@ class MtpDrafter:
     def read(self, seq: Sequence, first: int, taps: F32) -> None:
         self._take(seq, first, taps[:, self._column])
 
+    def skip(self, seq: Sequence) -> None:
+        self._slots[seq.slot].state = None
+
     def begin(self, seq: Sequence) -> None:
         if len(seq.tokens) == 1:  # no row, no state: the first step goes without a draft
             self._slots[seq.slot].state = None
 
     def commit(self, seq: Sequence, rows: Rows) -> None:
         if rows.taps is None:
-            raise LocalspecError("an MTP head needs a session that reads its taps")
+            self.skip(seq)
+            return
         self._take(seq, len(seq.tokens) - 1 - len(rows.taps), rows.taps[:, self._column])
 
     def _take(self, seq: Sequence, first: int, states: F32) -> None:
@@ -110,6 +115,8 @@ class MtpDrafter:
 
 class NextnDrafter(MtpDrafter):
     """Drafts with the head in the target's own file. Its cache holds (token[P], state[P - 1]) at each P."""
+
+    may_skip = False
 
     def keep(self, seq: Sequence) -> int:
         known = self._slots[seq.slot]
