@@ -39,6 +39,7 @@ from localspec.train.models.mtp import Settings
 from localspec.train.settings import TrainSettings
 from localspec.train.target_weights import TargetWeights
 from tests import gguf_maker, mtp_maker, tiny_gemma4
+from tests.tap_drafting import Asleep
 
 TAPS = (2, 3, 7)
 SAMPLED = Sampling(temperature=0.8, top_k=0, top_p=1.0, seed=3)
@@ -180,9 +181,10 @@ def test_what_is_drafted_is_what_the_checkpoint_drafts(target: Target, untrained
     assert found.real == pytest.approx(found.simulated, abs=0.005)
 
 
+@pytest.mark.parametrize("sleeps", [False, True], ids=["always read", "asleep for a while"])
 @pytest.mark.parametrize("own_file", [False, True], ids=["assistant", "head in the target"])
 def test_a_drafter_that_followed_a_text_drafts_like_one_that_just_read_it(
-    target: Target, random_draft: Path, own_file: bool, tmp_path: Path
+    target: Target, random_draft: Path, own_file: bool, sleeps: bool, tmp_path: Path
 ) -> None:
     path = mtp_maker.tiny_glm4moe(tmp_path / "glm.gguf") if own_file else target.path
     settings = DrafterSettings(None if own_file else random_draft)
@@ -193,7 +195,7 @@ def test_a_drafter_that_followed_a_text_drafts_like_one_that_just_read_it(
         for fresh in (False, True):
             with TargetSession(model, shape) as session:
                 drafter = load("mtp", session, settings)
-                engine = Engine(session, drafter, FixedBlock(3))
+                engine = Engine(session, drafter, Asleep(10, 1) if sleeps else FixedBlock(3))
                 slot = engine.start(Request(list(prompt), GREEDY, None if fresh else 25))
                 while not fresh and engine.step()[0].stop is None:
                     pass

@@ -94,6 +94,26 @@ def test_prefill_hands_over_what_it_computes(model: Model, way: str, monkeypatch
         np.testing.assert_allclose(s.decode([(0, tokens[136:])]).taps, got[1][1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("way", ["input", "name"])
+def test_what_is_not_read_is_read_again_when_asked_for(model: Model, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "name":
+        by_name(monkeypatch)
+    tokens = model.tokenizer.encode(TEXT)[:12]
+    with session(model, (2, 3, 5)) as s:
+        whole = s.decode([(0, tokens)])
+        logits, rows = np.array(whole.logits), np.array(whole.taps)
+        s.rollback(0, 0)
+        s.reads_taps = False
+        some = s.decode([(0, tokens[:5])])
+        assert some.taps is None
+        np.testing.assert_allclose(some.logits, logits[:5], rtol=1e-2, atol=1e-2)
+        got: list[np.ndarray] = []
+        s.prefill(0, tokens[:8], tapped=lambda _, taps: got.append(np.array(taps)))
+        np.testing.assert_allclose(got[0], rows[5:8], rtol=1e-2, atol=1e-2)
+        s.reads_taps = True
+        np.testing.assert_allclose(s.decode([(0, tokens[8:])]).taps, rows[8:], rtol=1e-2, atol=1e-2)
+
+
 def test_a_graph_that_does_not_mark_its_inputs(tmp_path: Path) -> None:
     path = gguf_maker.tiny_gemma3(tmp_path / "gemma3.gguf")
     with Model(path) as model, session(model, (1, model.n_layer), 2) as s:
