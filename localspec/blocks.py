@@ -52,6 +52,9 @@ class Controller(Protocol):
     def asleep(self) -> bool:
         """Whether nothing has paid for long and nothing is drafted soon: what drafts are made from need not be read."""
 
+    def begins(self) -> None:
+        """A text is taken up, and no other is being written."""
+
     def rests(self, n: int) -> bool:
         """Whether the next step, of n sequences, is a plain one whatever they look like: then nothing is asked."""
 
@@ -78,6 +81,9 @@ class FixedBlock:
 
     n_max: int = DEFAULT_N_MAX
     asleep: bool = False
+
+    def begins(self) -> None:
+        pass
 
     def rests(self, n: int) -> bool:
         return False

@@ -29,6 +29,7 @@ are plain without a thought; what came of them is learnt at once afterwards (`se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ from localspec.survival import ByPosition, Calibration, Mood
 
 _WINDOW = 256  # tokens of a sequence over which a loss is bounded
 _LOSS = 0.021  # of a window's plain time, at most; 3 % is promised
+_LOSS_OF_GOOD = 0.028  # the same of drafts that have paid: as far as what is left of the window is likely to win it back
+_TRUSTED = 0.25  # of what they have gained, when that is worked out
 _UNSEEN = 14e-6  # seconds of a step that plain decoding has not and that the ledger does not see: reading taps, choosing
 _FIRST_PLAIN = 3  # plain steps at the start: what drafting has to beat
 _EARLY = 16  # tokens until the first ones after those: what begins is easily interrupted
@@ -54,17 +57,21 @@ _STALLED = 2.0  # a step that took so many times what was expected was interrupt
 _SURE = 3  # times of a size, before one that takes longer is held to be interrupted
 _PROMISE = 1.05  # times the best rate known, that another size must be able to reach to be looked at
 _RISKED = 0.9  # of the loss that is left: what a step may risk, so that smaller blocks are left to win it back
-_RISKED_OF_GOOD = 0.33  # where drafting pays: an allowance that chance has used up stops it for a window
+_RISKED_OF_GOOD = 0.33  # where drafting pays: an allowance that chance has used up stops it for a window,
+_PATIENCE = 16  # but for a step that risks the rest of it, after so many: what it wins is there to go on with
 _OF_LOOKS = 0.4  # of the loss allowed: what is spent to learn must leave something to draft with
 _CURIOUS = (8, 192)  # steps between looks at another number of rows: while one is unknown, and afterwards
-_SETTLED = 2  # times of a size, after which looks at it are rare
+_LOOKS = 5  # steps that a look at another number of rows takes: the first ones alone tell of a change and cold caches
+_SETTLED = 4  # times of a size, after which looks at it are rare
 _GAPS = (4, 64)  # steps between trials while nothing pays: after one that helped, and at most
+_GAP_NEW = 16  # where a text begins, at most
 _GAP_MANY = 4  # times that, with so many texts or more: a trial tells of each
 _ASLEEP = 32  # a gap from which on drafts are not held ready,
 _AWAKE = 16  # but for so many steps before the next trial
 _FREE = 0.01  # of a plain step
 _FOLLOW = 0.03  # of the moving averages
-_DOUBT = 0.05  # of a plain step: what chance explains
+_REMEMBERED = 2 / _FOLLOW - 1  # steps that such an average is as good as the mean of
+_DOUBT = 0.05  # of a plain step: what is as good as nothing
 _JUDGED = 8  # drafted steps before what they gained is believed
 _ANEW = 8  # steps with another number of texts, after which what was learnt with the former one is doubted
 _HELD = 8  # steps of one text that a decision stands for where drafting pays: Python's part of a step again
@@ -92,6 +99,7 @@ class _Standing:
     """What drafting has been worth with so many sequences (within a factor of two): one alone gains where sixteen lose."""
 
     advantage: float = 0.0  # of a step with drafts over plain steps, in plain steps, a moving average
+    spread: float = 0.0  # its variance
     drafted: int = 0
     steps: int = 0
     tokens: float = 0.0  # of a step of late, moving averages
@@ -99,6 +107,21 @@ class _Standing:
     gap: int = _GAPS[0]  # steps between trials
     since_trial: int = 0
     trials: int = 0
+
+    @property
+    def judged(self) -> bool:
+        """Whether enough was drafted for `advantage` to be believed."""
+        return self.drafted >= _JUDGED
+
+    @property
+    def error(self) -> float:
+        """Of `advantage`, by chance."""
+        return math.sqrt(self.spread / min(_REMEMBERED, max(1, self.drafted)))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether drafting loses, and chance does not explain it."""
+        return self.judged and self.advantage + self.error <= -_DOUBT
 
 
 _NONE = _Size([], 0, 0.0, (), 0.0, 0.0)
@@ -119,7 +142,7 @@ class Adaptive:
         self.calibration = Calibration(known.sure if known else ())
         self._steps = 0
         self._standings: dict[int, _Standing] = {}
-        self._now = self._standing(1)
+        self._now, self._texts = self._standing(1), 1
         self._anew = (self._now, 0, 0)  # the standing of the last steps, how many those are, and passes before them
         self._ledger = Ledger()
         self._plain_seen = 0
@@ -127,6 +150,8 @@ class Adaptive:
         self._asked_again = 0  # plain steps in a row that surprised
         self._trial = False
         self._since_look = self._looks = 0
+        self._idle = 0  # steps without a draft in a row, because of what it could lose
+        self._looking = (0, 0)  # tokens drafted in the look that is being taken, and steps that it is still to take
         self._whole = False
         self._floor = 0.0
         self._mood = Mood()  # of one sequence
@@ -154,7 +179,7 @@ class Adaptive:
     @property
     def judged(self) -> bool:
         """Whether enough was drafted for `advantage` to be believed."""
-        return self._now.drafted >= _JUDGED
+        return self._now.judged
 
     @property
     def advantage(self) -> float:
@@ -169,7 +194,7 @@ class Adaptive:
     def asleep(self) -> bool:
         now = self._now
         waits = now.gap >= _ASLEEP and now.gap - now.since_trial > _AWAKE and not self._trial
-        return waits and self.judged and now.advantage <= -_DOUBT
+        return waits and now.hopeless
 
     def _standing(self, n: int) -> _Standing:
         return self._standings.setdefault(n.bit_length(), _Standing())
@@ -193,7 +218,13 @@ class Adaptive:
 
     def _budget(self, plain: float, share: float = 1.0) -> float:
         """Seconds that a step may lose, of a share of what is allowed; `plain`: those of a plain one."""
-        return plain * (share * max(0.0, _LOSS - _UNSEEN / plain) * _WINDOW - self._ledger.rise)
+        unseen = _UNSEEN / plain
+        most = max(0.0, _LOSS - unseen) * _WINDOW
+        now = self._now
+        if share == 1.0 and now.judged and now.advantage > now.error:
+            steps = self._ledger.left(_WINDOW) * self._texts / max(1.0, now.tokens)
+            most += min((_LOSS_OF_GOOD - _LOSS) * _WINDOW, _TRUSTED * (now.advantage - now.error) * steps)
+        return plain * (share * most - self._ledger.rise)
 
     # -- steps of another kind, for one sequence (control_tree.py) -------------------------------------------------------
 
@@ -224,6 +255,16 @@ class Adaptive:
 
     # -- before drafting -----------------------------------------------------------------------------------------------
 
+    def begins(self) -> None:
+        """The loss that is allowed is that of a text: what others lost is not this one's. And where nothing paid in them, it
+        is asked soon whether it does in this one."""
+        self.settle()
+        self._ledger, self._mood = Ledger(), Mood()
+        self.decode.last = 0  # a prompt was read since
+        alone = self._standing(1)
+        alone.gap = min(alone.gap, _GAP_NEW)
+        alone.drafted = min(alone.drafted, _JUDGED)
+
     def rests(self, n: int) -> bool:
         if not self._rests or n != self._usual[0]:
             return False
@@ -245,10 +286,10 @@ class Adaptive:
         self._floor, self._trial, self._whole, self._passes = 0.0, False, False, passes
         if not looks or self.n_max == 0:
             return self._say(none, "off")
-        self._now = self._standing(len(looks))
+        self._now, self._texts = self._standing(len(looks)), len(looks)
         if self._plain_seen < _FIRST_PLAIN:
             return self._say(none, "plain steps first")
-        waits = self.judged and self.advantage <= -_DOUBT and self._now.since_trial + 1 < self._now.gap
+        waits = self._now.hopeless and self._now.since_trial + 1 < self._now.gap
         if waits and not self._since_plain and not self._asked_again:
             self._now.since_trial += 1
             self._rest(True)
@@ -283,6 +324,7 @@ class Adaptive:
         else:
             size = self._other(best, sizes)
         size = self._allowed(size, sizes, _OF_LOOKS if self._whole else 1.0)
+        self._idle = 0 if size.m else self._idle + 1
         if size.m == 0:
             return self._say(none, "the loss allowed is used up", predicted=plain)
         if self._trial:
@@ -310,10 +352,13 @@ class Adaptive:
         change = rate * self.decode.change
         self._worth = [rate * each.decode + change for each in sizes]
         self._staying = change
-        if not (self._trial or self._whole) and self.judged and self.advantage > _DOUBT:
-            risk = size.decode + size.draft + self.decode.change - sizes[0].decode
-            budget = _RISKED * self._budget(sizes[0].decode)
-            self._held = max(0, (_HELD if risk * _HELD <= budget else int(budget / risk)) - 1)
+        if self._trial or not (self._seen(size) if self._whole else self.judged and self.advantage > _DOUBT):
+            return
+        most = 1 + self._looking[1] if self._whole else _HELD
+        risk = size.decode + size.draft + self.decode.change - sizes[0].decode
+        budget = _RISKED * self._budget(sizes[0].decode, _OF_LOOKS if self._whole else 1.0)
+        self._held = max(0, (most if risk * most <= budget else int(budget / risk)) - 1)
+        self._looking = (size.m, max(0, self._looking[1] - self._held))
 
     def _stands_for(self, look: Look) -> bool:
         """Whether the last decision may stand for this one, too. What a look at the tokens may decide differs by text."""
@@ -324,7 +369,7 @@ class Adaptive:
         whether to begin. What came of it, drafts cut by confidence and all, can say no to that, and yes where it said no."""
         if not self.judged:
             return best > 0
-        return self.advantage > (-_DOUBT if best > 0 else 0.0)
+        return not self._now.hopeless if best > 0 else self.advantage > 0
 
     def _sizes(self, looks: Sequence[Look]) -> list[_Size]:
         """What may be drafted: for every sequence so many tokens, or as many as it has room for. The first size is none."""
@@ -353,7 +398,7 @@ class Adaptive:
         """Now and then another size than the best one known, if it could be better were its decode as cheap as a smaller
         one's: a step downwards in t(n) is only found by trying."""
         self._since_look += 1
-        if self._since_look < _CURIOUS[0]:
+        if self._since_look < _CURIOUS[0] and not self._looking[1]:
             return best
         budget = self._budget(sizes[0].decode, _OF_LOOKS)
         hopeful = []
@@ -361,17 +406,24 @@ class Adaptive:
             cheap = min(size.decode, sizes[level - 1].decode, best.decode) + size.draft
             affordable = size.decode + size.draft - sizes[0].decode <= budget
             if size is not best and affordable and size.gain > _PROMISE * best.rate * cheap:
+                if self._looking[1] and size.m == self._looking[0]:
+                    return self._look(size, self._looking[1] - 1)
                 hopeful.append(size)
+        self._looking = (0, 0)
         if not hopeful:
             return best
         unknown = min(hopeful, key=lambda size: (min(_SETTLED, self._seen(size)), abs(size.m - best.m)))
         settled = self._seen(unknown) >= _SETTLED
         if settled and self._since_look < _CURIOUS[1]:
             return best
-        self._since_look = 0
-        self._whole = True
+        if self._since_look < _CURIOUS[0]:
+            return best
         self._looks += 1
-        return hopeful[self._looks % len(hopeful)] if settled else unknown
+        return self._look(hopeful[self._looks % len(hopeful)] if settled else unknown, _LOOKS - 1)
+
+    def _look(self, size: _Size, further: int) -> _Size:
+        self._since_look, self._whole, self._looking = 0, True, (size.m, further)
+        return size
 
     def _seen(self, size: _Size) -> int:
         """How often; what an earlier run saw counts while nothing contradicts it."""
@@ -383,16 +435,17 @@ class Adaptive:
         """The largest size up to this one whose tokens could all be refused without a loss beyond a share of what is
         allowed."""
         plain = sizes[0].decode
-        good = self.judged and self.advantage > 0 and not (self._whole or self._trial)
+        good = self.judged and self.advantage > 0 and not (self._whole or self._trial) and self._idle < _PATIENCE
         budget = (_RISKED_OF_GOOD if good else _RISKED) * self._budget(plain, share)
         fit = [s for s in sizes if s.m <= size.m and s.decode + s.draft - plain <= budget]
         return fit[-1] if fit else sizes[0]
 
     def _stop_below(self, size: _Size, sizes: Sequence[_Size], rate: float) -> float:
-        """Confidence that a token must have to be worth its row and the next one's drafting."""
-        row = (size.decode - sizes[0].decode) / size.m
+        """Confidence that a token must have to be worth its row and the next one's drafting. Without it the decode is of
+        another size than the one before."""
+        row = (size.decode - sizes[0].decode) / size.m - self.decode.change
         more = max(0.0, self.draft.seconds(size.m) - self.draft.seconds(max(1, size.m - 1))) if size.m > 1 else 0.0
-        return min(0.95, self.calibration.threshold(min(1.0, rate * (row + more))))
+        return min(0.95, self.calibration.threshold(min(1.0, rate * max(0.0, row + more))))
 
     def floor(self) -> float:
         return self._floor
@@ -562,7 +615,9 @@ class Adaptive:
         """A step for which drafts were made gained so many plain steps."""
         self._now.drafted += 1
         follow = max(_FOLLOW, 1 / self._now.drafted)
-        self._now.advantage += follow * (advantage - self._now.advantage)
+        off = advantage - self._now.advantage
+        self._now.advantage += follow * off
+        self._now.spread = (1 - follow) * (self._now.spread + follow * off * off)
 
     def _say(self, ks: list[int], why: str, predicted: float = 0.0) -> list[int]:
         self._last = {"k": ks, "why": why}

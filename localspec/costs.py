@@ -24,11 +24,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_KEPT = 21  # times of each size: their median forgets interrupted ones, and moves later than the level does
-_LATE = 8  # times in a row, whose median tells whether the machine's speed has changed
-_ENOUGH_LATE = 5  # of them, to tell
-_CHANGED = 1.2  # times what was expected
+_KEPT = 101  # times of each size: their median forgets interrupted ones, and moves later than the level does
+_LATE = 16  # times in a row, whose median tells whether the machine's speed has changed
+_TELLS = ((12, 1.06), (5, 1.2))  # so many of them tell of a change, if they are so many times what was expected
+_CHANGED = 1.2  # times what an earlier run knew: that is contradicted
 _ENOUGH = 3  # times of a size to be believed against others
+_KEPT_CALLS = 21  # times of the drafter, for each number of tokens
+_ENOUGH_CALLS = 8  # of the drafter, for their median to be believed against those for other numbers of tokens
 _DIFFERENCES = 31  # between times with a change and times without, of which the median is what a change costs
 _STALE = 1024  # passes, after which a size that was not among them is doubted
 _DOUBTED = 1.5  # times what the other sizes let expect: so far off it is forgotten then
@@ -148,7 +150,7 @@ class DecodeCost:
         """Move the level where the last times say that the machine's speed is another."""
         offs = [off for _, off in self._late]
         off = max(1.0, statistics.median_low(offs)) * min(1.0, statistics.median_high(offs))  # most of them are that far off
-        if len(self._late) < _ENOUGH_LATE or 1 / _CHANGED < off < _CHANGED:
+        if not any(len(offs) >= enough and not 1 / far < off < far for enough, far in _TELLS):
             return
         self._level *= off
         for time, each in self._late:
@@ -230,7 +232,7 @@ class DraftCost:
 
     def record(self, tokens: int, seconds: float) -> None:
         """One call of the drafter that gave so many tokens, all sequences together."""
-        times = self._times.setdefault(tokens, collections.deque(maxlen=_KEPT))
+        times = self._times.setdefault(tokens, collections.deque(maxlen=_KEPT_CALLS))
         times.append(seconds)
         self._medians[tokens] = statistics.median(times)
         points = [(n, self._medians[n], len(t)) for n, t in self._times.items()]
@@ -251,7 +253,7 @@ class DraftCost:
         """What so many tokens are expected to take; 0 while nothing is known."""
         if not self._medians:
             return (self._prior[0] + self._prior[1] * tokens) * self._decode.seconds(1)
-        if tokens in self._medians:
+        if len(self._times.get(tokens, ())) >= _ENOUGH_CALLS:
             return self._medians[tokens]
         x, y, slope = self._line
         return max(0.0, y + slope * (tokens - x))

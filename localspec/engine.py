@@ -222,6 +222,8 @@ class Engine:
         began = time.perf_counter()
         seq = Sequence(slot, request.key, request.sampling, list(request.prompt), len(request.prompt))
         keep = common_start(self.session.tokens[slot], seq.tokens[:-1])
+        if not self._running:
+            self.controller.begins()
         # Beside texts for which nothing pays, a prompt is not read for a draft.
         skips = len(self._running) > 0 and self._asleep()
         if isinstance(self.drafter, TapReader):

@@ -27,3 +27,7 @@ class Ledger:
     @property
     def rise(self) -> float:
         return max(0.0, self.total - self._lows[0][1]) if self._lows else 0.0
+
+    def left(self, window: int) -> float:
+        """Tokens of the window that began where the rise did, which are still to come."""
+        return max(0.0, window - (self.tokens - self._lows[0][0])) if self._lows else float(window)
