@@ -150,6 +150,7 @@ class Adaptive:
         self._asked_again = 0  # plain steps in a row that surprised
         self._trial = False
         self._since_look = self._looks = 0
+        self._drafting = False  # whether the last step drafted, too
         self._idle = 0  # steps without a draft in a row, because of what it could lose
         self._looking = (0, 0)  # tokens drafted in the look that is being taken, and steps that it is still to take
         self._whole = False
@@ -157,6 +158,7 @@ class Adaptive:
         self._mood = Mood()  # of one sequence
         self._held = 0  # steps that the last decision still stands for
         self._size = _NONE  # that was decided on
+        self._asked = 0  # tokens, of all sequences, in the last decision
         self._may_cut = True  # and whether it was of a text whose drafts may be cut
         self._worth: list[float] = []  # of one sequence: tokens that a decode with k drafted ones must gain, by k
         self._staying = 0.0  # and what of them one with as many rows as the last decode need not
@@ -324,9 +326,11 @@ class Adaptive:
         else:
             size = self._other(best, sizes)
         size = self._allowed(size, sizes, _OF_LOOKS if self._whole else 1.0)
-        self._idle = 0 if size.m else self._idle + 1
         if size.m == 0:
+            self._rest(False)
+            self._idle += 1 + self._rests
             return self._say(none, "the loss allowed is used up", predicted=plain)
+        self._idle = 0
         if self._trial:
             self._now.since_trial = 0
         # By the rate that was reached: the one expected is that of tokens as sure as those verified so far.
@@ -547,8 +551,10 @@ class Adaptive:
             for _ in range(self._passed_over):  # else what is unusual would be learnt from more often than it happens
                 self.decode.record_passes(passes, self._usual[1])
         self.decode.record_passes(passes, rest)
-        if proposed > 0:
-            self.draft.record(proposed, draft)
+        made = min(self._asked, proposed + n)  # where a chain ended early, a token was drafted that was not proposed
+        if proposed > 0 and (self._drafting or not self.draft.known):  # else it had to read what came meanwhile
+            self.draft.record(made, draft)
+        self._drafting = proposed > 0
         if proposed < 0 and not any(o.again for o in outcomes):
             self._plain_seen += 1
             self._since_plain = self._passed_over = 0
@@ -568,7 +574,7 @@ class Adaptive:
         # decode counts as what such decodes take. Drafting may have had to read what came since it was asked last.
         plain = self._plain([o.key for o in outcomes])
         decode = self.decode.of(passes, before)
-        drafting = self.draft.seconds(proposed) if proposed > 0 else 0.0
+        drafting = self.draft.seconds(made) if proposed > 0 else 0.0
         expected = decode + drafting
         took = (decode if known else min(rest, _STALLED * decode)) + min(draft, _STALLED * drafting + plain)
         lost = took - plain * gained / n
@@ -620,6 +626,7 @@ class Adaptive:
         self._now.spread = (1 - follow) * (self._now.spread + follow * off * off)
 
     def _say(self, ks: list[int], why: str, predicted: float = 0.0) -> list[int]:
+        self._asked = sum(ks)
         self._last = {"k": ks, "why": why}
         if predicted:
             self._last["predicted_tok_s"] = round(predicted, 1)

@@ -230,6 +230,11 @@ class DraftCost:
         self._medians: dict[int, float] = {}
         self._line = (0.0, 0.0, 0.0)  # through the point (tokens, seconds), with this slope
 
+    @property
+    def known(self) -> bool:
+        """Whether any call was seen."""
+        return bool(self._medians)
+
     def record(self, tokens: int, seconds: float) -> None:
         """One call of the drafter that gave so many tokens, all sequences together."""
         times = self._times.setdefault(tokens, collections.deque(maxlen=_KEPT_CALLS))
